@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.engine.batches.replica_batch import rows_at
 from keras_paragrad.engine.losses.dividers import Divider
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.step.batch_part import compute_part
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.training.builder import StepBuilder
@@ -33,7 +33,7 @@ IN_TWO = Divider(
 class InTwo(NamedTuple):
     """Fills the *split* stage: a batch is trained on in two parts, of five rows and of the rest."""
 
-    normalize: LossNormalization
+    loss_divisor: LossDivisor
     size: int = FIRST
     refusal_prefix: str = "A batch can't be cut in two."
     prove: bool = True
@@ -107,7 +107,7 @@ def built(kind=keras.Model, loss="mse", layer=None):
 
 def train(model, divider=None, weighting="auto", size=FIRST):
     if divider:
-        StepBuilder.of(model).fill(split=InTwo(LossNormalization(weighting, divider), size))
+        StepBuilder.of(model).fill(split=InTwo(LossDivisor(weighting, divider), size))
     options = {} if isinstance(model, OfItsOwn) else {"sample_weight": SAMPLE_WEIGHT}
     return model.fit(X, Y, **options, batch_size=ROWS, epochs=2, shuffle=False, verbose=0).history["loss"]
 
@@ -158,7 +158,7 @@ def test_it_is_refused_in_its_own_words(case):
 
 def test_where_no_weighting_can_be_stated_none_is_asked_for():
     states_none = dataclasses.replace(IN_TWO, takes_weighting=False, to_train_anyway=None)
-    with pytest.raises(ValueError, match=r"normalizer of its loss is unknown\. InOne\(\) takes any loss\.$"):
+    with pytest.raises(ValueError, match=r"divisor of its loss is unknown\. InOne\(\) takes any loss\.$"):
         train(built(ByLabels), states_none)
     with pytest.raises(ValueError, match=r"InOne\(\) trains on whole batches\.$"):
         train(built(layer=Centered()), states_none)

@@ -96,17 +96,17 @@ def test_a_stage_that_is_emptied_leaves_the_others():
 def test_the_innermost_part_of_an_update_says_how_losses_are_normalized():
     model = made(inner)
     builder = StepBuilder.of(model)
-    assert builder.stages.normalization(of_slices=True) is None
+    assert builder.stages.loss_divisor(of_slices=True) is None
     microbatch(model, 2, weighting="examples")
-    slices = builder.stages.split.normalize
-    assert builder.stages.normalization(of_slices=True) is slices
-    assert builder.stages.normalization(of_slices=False) is None
+    slices = builder.stages.split.loss_divisor
+    assert builder.stages.loss_divisor(of_slices=True) is slices
+    assert builder.stages.loss_divisor(of_slices=False) is None
 
     def of_micro_batches(model, arguments, terms):
         raise AssertionError
 
-    builder.fill(combine=of_micro_batches)
-    assert builder.stages.normalization(of_slices=True) is of_micro_batches
+    builder.fill(weigh=of_micro_batches)
+    assert builder.stages.loss_divisor(of_slices=True) is of_micro_batches
 
 
 def test_another_name_is_no_stage():

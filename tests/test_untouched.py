@@ -15,7 +15,7 @@ from sample_models.mixing import Running
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
 from keras_paragrad.accumulation.slices import DIVIDER
 from keras_paragrad.compat.model import train_step_of
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.proof import pure_function
 from keras_paragrad.engine.proof.call_trials import CallTrials
@@ -56,13 +56,13 @@ def by_examples(x, y, y_pred, sample_weight):
 
 
 DATA = tf.constant(X), tf.constant(Y)
-BY_EXAMPLES = LossNormalization(by_examples, DIVIDER)
+BY_EXAMPLES = LossDivisor(by_examples, DIVIDER)
 
 
 def model_proof(model):
     """Parts leave another mean of inputs, which the layer follows."""
     proof = ModelProof(
-        model, DATA, PartsOfBatch(LossNormalization("auto", DIVIDER), SIZE, in_sequence=True, on_replicas=True)
+        model, DATA, PartsOfBatch(LossDivisor("auto", DIVIDER), SIZE, in_sequence=True, on_replicas=True)
     )
     assert "leave another state of counting" in proof.ask()
     assert proof.find_metric_differences() == []

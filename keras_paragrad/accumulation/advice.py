@@ -24,7 +24,7 @@ from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
-# Slices of a batch are always weighted by their normalizers, never uniformly.
+# Slices of a batch are always weighted by their divisors, never uniformly.
 SLICE_WEIGHTINGS = tuple(name for name in WEIGHTINGS if name != "uniform")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)

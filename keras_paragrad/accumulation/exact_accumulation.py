@@ -26,7 +26,7 @@ from keras_paragrad.compat.state import replace_methods, restore_methods, warn
 from keras_paragrad.compat.types import Config, Logs
 from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS, Divider, warn_of_batch_statistics
 from keras_paragrad.engine.losses.divisors import DivisorFunction
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.training.builder import StepBuilder
 
 DIVIDER = Divider(
@@ -45,7 +45,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     With `steps`, the optimizer that the model is compiled with is wrapped by an `AccumulatingOptimizer` while `fit`
     runs. Without, the model has to be compiled with one.
 
-    Weights each micro-batch by its loss normalizer, so uneven and weighted micro-batches are exact. Closes an epoch's
+    Weights each micro-batch by its loss divisor, so uneven and weighted micro-batches are exact. Closes an epoch's
     last window according to the optimizer's `tail`, before validation and before any other callback's `on_epoch_end`.
     Compiles separate steps for accumulating and for updating, and picks one on the host, so steps without an update
     don't pay for one. Works with `jit_compile`, `steps_per_execution`, strategies and data of unknown length. The
@@ -210,7 +210,7 @@ class ExactAccumulation(keras.callbacks.Callback):
         `StepBuilder` calls this when `fit` begins, and again if a callback calls `compile`.
         """
         optimizer = accumulating_optimizer(self.model) if self.steps is None else self.wrap(self.model)
-        normalize = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting, DIVIDER)
+        loss_divisor = None if optimizer.weighting == "uniform" else LossDivisor(optimizer.weighting, DIVIDER)
         before, self._schedule = self._schedule, optimizer.host_schedule
         if before not in (None, self._schedule):
             # A callback has compiled the model with another optimizer in the middle of an epoch.
@@ -220,16 +220,16 @@ class ExactAccumulation(keras.callbacks.Callback):
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         # Whole windows need no weights.
         always_whole = (
-            normalize is not None and optimizer.schedule.is_always_one and not optimizer.is_open and replicas == 1
+            loss_divisor is not None and optimizer.schedule.is_always_one and not optimizer.is_open and replicas == 1
         )
         self._schedule.always_whole = always_whole
         if always_whole:
-            normalize = None
+            loss_divisor = None
         else:
-            if normalize:
-                normalize.check(self.model)
+            if loss_divisor:
+                loss_divisor.check(self.model)
             warn_of_batch_statistics(self.model)
-        return {"combine": normalize, "apply": self._schedule}
+        return {"weigh": loss_divisor, "apply": self._schedule}
 
     def _count_steps(self) -> None:
         """Tells the callbacks of updates how many an epoch has."""

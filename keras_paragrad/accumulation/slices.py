@@ -17,7 +17,7 @@ from keras_paragrad.engine.batches.replica_batch import cut_rows_of, rows_at, st
 from keras_paragrad.engine.calls.divided import RowSlices
 from keras_paragrad.engine.losses.dividers import Divider, warn_of_batch_statistics
 from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.step.batch_part import sum_slices
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.fixed_parts import FixedParts
@@ -39,7 +39,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     """Makes `fit` run each batch in slices of `size` examples, in the memory of one slice.
 
     Training is unchanged, with one update per batch: losses and gradients are averaged over the slices, weighted by
-    their normalizers, and metrics see every example. The slices run sequentially inside the compiled step, with
+    their divisors, and metrics see every example. The slices run sequentially inside the compiled step, with
     `jit_compile`, `steps_per_execution` and strategies; under a strategy, each replica slices its batch.
 
     Args:
@@ -88,7 +88,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         check_instance("model", model, keras.Model, "a Keras model")
         check_flag("prove", prove)
         size = check_integer("size", size, most=2**31 - 1, example=64)
-        normalize = LossNormalization(
+        loss_divisor = LossDivisor(
             check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), DIVIDER
         )
         builder = StepBuilder.of(model)
@@ -106,10 +106,10 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             )
         warn_of_batch_statistics(model)
         self.model = model
-        split: Slices | FixedParts = Slices(size, normalize, prove)
+        split: Slices | FixedParts = Slices(size, loss_divisor, prove)
         if parts:
             on_replicas = f"Write DistributedFit(..., deterministic={parts}), and dist.fit(model, ...)."
-            split = FixedParts(parts, normalize, prove, size, for_replicas=on_replicas)
+            split = FixedParts(parts, loss_divisor, prove, size, for_replicas=on_replicas)
             # The same bits in each run of this process.
             tf.config.experimental.enable_op_determinism()
         builder.fill(split=split)
@@ -130,13 +130,13 @@ class Slices(NamedTuple):
 
     Attributes:
         size: The maximum number of examples in a slice.
-        normalize: Computes the weight of a slice: the divisor of its loss.
+        loss_divisor: Computes the weight of a slice: the divisor of its loss.
         prove: Whether the first batch is to prove that its slices give what it gives.
         planned: Whether a plan of what fits has chosen them, which the user's own replace without a word.
     """
 
     size: int
-    normalize: LossNormalization
+    loss_divisor: LossDivisor
     prove: bool = True
     planned: bool = False
 
@@ -147,7 +147,7 @@ class Slices(NamedTuple):
     @property
     def preparation(self) -> PreparationCall:
         """The call that fills the stage, for the process of a trial to repeat."""
-        return PreparationCall(__name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting})
+        return PreparationCall(__name__, "microbatch", {"size": self.size, "weighting": self.loss_divisor.weighting})
 
     @property
     def refusal_prefix(self) -> str:

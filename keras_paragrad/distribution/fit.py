@@ -54,7 +54,7 @@ class DistributedFit(InNotebooks):
     """Detects the hardware, plans how to train on it, and makes `fit` take the same steps as on one device.
 
     Build and compile the model within `scope()`, then call `fit` here, or `prepare` the model and call its own. Each
-    batch is divided among the replicas, and each replica's part is weighted by its loss normalizer; gradients are
+    batch is divided among the replicas, and each replica's part is weighted by its loss divisor; gradients are
     all-reduced once per update, and then clipped; metrics cover all examples. Weights, history and the order of the
     examples are the same on one device, on several, and on several machines.
 

@@ -208,7 +208,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "AccumulatingOptimizer of several steps; or train it on several replicas."
             )
         stages = StepBuilder.of(model).stages
-        weighted = stages.take is not None and stages.take.normalize is not None
+        weighted = stages.take is not None and stages.take.loss_divisor is not None
         clips_after_sum = available["accumulation"] or weighted or stages.chain is not None
         if replicas > 1 and clips_gradients(model.optimizer) and not clips_after_sum:
             raise ValueError(

@@ -116,7 +116,7 @@ class LossRecord:
             quantities: Those of the examples on this replica.
 
         Raises:
-            ValueError: A loss is not a sum over the examples, or the outputs' losses have different normalizers.
+            ValueError: A loss is not a sum over the examples, or the outputs' losses have different divisors.
         """
         check_separable_model(self.model)
         batch = quantities.batch

@@ -14,7 +14,7 @@ from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.losses import LossMatching
 from keras_paragrad.compat.types import Config, FitData, Structure
 from keras_paragrad.engine.losses.dividers import Divider
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.extras import require
 from keras_paragrad.per_example.wrapped_model import PerExampleModel
@@ -277,7 +277,7 @@ class PrivateModel(PerExampleModel):
         self._warn_once()
         padded, physical = self.privacy.rows(replicas := self.distribute_strategy.num_replicas_in_sync)
         builder = StepBuilder.of(self)
-        split = PhysicalBatches(physical // replicas, LossNormalization("auto", DIVIDER), prove=False)
+        split = PhysicalBatches(physical // replicas, LossDivisor("auto", DIVIDER), prove=False)
         self._install(builder, split, padded)
         sampling = PoissonSampling((0, 0), examples.count, self.privacy.sampling_rate, padded, replicas)
         digest_of_data = functools.cache(lambda: digest_of_examples(examples))

@@ -130,7 +130,7 @@ def test_several_outputs():
 def test_outputs_that_divide_by_different_things_are_refused():
     weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     build = two_outputs(loss={"a": weighted, "b": "mse"})
-    with pytest.raises(ValueError, match="have different normalizers"):
+    with pytest.raises(ValueError, match="have different divisors"):
         compare(build, *two_targets(), generator.uniform(0.1, 2, ROWS).astype("float32"))
 
 
@@ -257,7 +257,7 @@ def test_a_subclassed_model_that_is_not_built():
 
 def test_the_weight_is_what_the_loss_divides_by():
     from keras_paragrad.accumulation.exact_accumulation import DIVIDER
-    from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+    from keras_paragrad.engine.losses.loss_divisor import LossDivisor
     from keras_paragrad.engine.losses.terms import recorded_terms
 
     x, y = sequences()
@@ -268,7 +268,7 @@ def test_the_weight_is_what_the_loss_divides_by():
         with recorded_terms(model) as terms:
             arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights}
             loss = model.compute_loss(**arguments)
-        weight = LossNormalization("auto", DIVIDER)(model, arguments, terms)
+        weight = LossDivisor("auto", DIVIDER)(model, arguments, terms)
         by_hand = np.square(y - y_pred.numpy()).mean(-1) * weights * (x != 0)
         assert not weight.summed
         np.testing.assert_allclose(float(loss) * float(weight.value), by_hand.sum(), rtol=1e-5)

@@ -399,7 +399,7 @@ def test_prepared_again_with_other_arguments():
         dist = DistributedFit("none", deterministic=parts, weighting="examples" if parts == 8 else "auto")
         dist.fit(model, x, y, batch_size=64, verbose=0)
         split = StepBuilder.of(model).stages.split
-        assert (split.parts, split.normalize.weighting) == (parts, dist.options.weighting)
+        assert (split.parts, split.loss_divisor.weighting) == (parts, dist.options.weighting)
     dist.prepare(model).undo()
     assert StepBuilder.of(model).stages.split is None
     assert "data_order" not in vars(model.optimizer)

@@ -69,8 +69,8 @@ _ACCUMULATION = [
     _fault(
         "a micro-batch counts for one row more than it has",
         "engine/step/apply.py",
-        'value = tf.cast(normalizer.value, "float32")',
-        'value = tf.cast(normalizer.value, "float32") + 1.0',
+        'value = tf.cast(divisor.value, "float32")',
+        'value = tf.cast(divisor.value, "float32") + 1.0',
         "accumulation/test_weights.py::test_masks",
     ),
     _fault(
@@ -1313,7 +1313,7 @@ _PROOF = [
     _fault(
         "losses whose divisor Keras doesn't state are computed in parts",
         "engine/proof/division.py",
-        "reason = self.by_calls or self._loss.find_refusal(normalize, split, data)",
+        "reason = self.by_calls or self._loss.find_refusal(loss_divisor, split, data)",
         "reason = self.by_calls",
         "calls/test_whole_losses.py::test_in_slices",
     ),
@@ -1383,8 +1383,8 @@ _PROOF = [
     _fault(
         "the first batch of a pipeline proves nothing",
         "distribution/pipeline/preparation.py",
-        "MicroBatches(pipeline.microbatches, normalize, columns, width, prove)",
-        "MicroBatches(pipeline.microbatches, normalize, columns, width, False)",
+        "MicroBatches(pipeline.microbatches, loss_divisor, columns, width, prove)",
+        "MicroBatches(pipeline.microbatches, loss_divisor, columns, width, False)",
         "sharding/test_pipeline.py::test_a_loss_that_the_first_batch_shows_to_count_labels_is_refused",
     ),
     _fault(
@@ -1725,7 +1725,7 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "replicas that are not exact multiply means of compute_loss by their number",
-        "engine/losses/loss_normalization.py",
+        "engine/losses/loss_divisor.py",
         "share = 1 / replica_count()",
         "share = 1.0",
         "distribution/test_inexact_scale.py::test_it_is_the_step_of_one_device",

@@ -12,7 +12,7 @@ class Pipeline:
 
     Each device holds the weights, gradients and optimizer state of its stage, and computes it. A batch passes the
     stages in micro-batches, several of them at once (GPipe). Training is the same as on one device with whole batches:
-    micro-batches are weighted by their loss normalizers, and metrics see every example.
+    micro-batches are weighted by their loss divisors, and metrics see every example.
 
     Args:
         stages: The number of stages. The model is cut so that the largest stage, by the bytes of its weights, is about

@@ -23,7 +23,7 @@ from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_at, rows_of, static_row_count
 from keras_paragrad.engine.losses.dividers import Divider, warn_of_batch_statistics
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.pipeline.on_device import STAGE, Columns, CompiledPart, StageOnDevices
 from keras_paragrad.engine.pipeline.placement import (
     device_of_variable,
@@ -160,11 +160,11 @@ class PipelinePreparation(Preparation):
         accumulator = find_accumulator(self.model.optimizer)
         accumulated = accumulator.weighting if accumulator else "auto"
         # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.
-        normalize = LossNormalization(weighting if accumulated in ("auto", "uniform") else accumulated, DIVIDER)
+        loss_divisor = LossDivisor(weighting if accumulated in ("auto", "uniform") else accumulated, DIVIDER)
         if pipeline.microbatches > 1:
-            normalize.check(self.model)
+            loss_divisor.check(self.model)
             warn_of_batch_statistics(self.model)
-        return MicroBatches(pipeline.microbatches, normalize, columns, width, prove)
+        return MicroBatches(pipeline.microbatches, loss_divisor, columns, width, prove)
 
     def _retrace(self) -> None:
         """Has the model's functions traced again."""
@@ -194,14 +194,14 @@ class MicroBatches(NamedTuple):
 
     Attributes:
         parts: The number of micro-batches of a batch; a batch of fewer rows has one for each row.
-        normalize: Measures the weight of a micro-batch.
+        loss_divisor: Measures the weight of a micro-batch.
         columns: Is set to the micro-batch that is computed: they take turns on a stage's devices.
         width: The number of columns: the most devices that a stage has.
         prove: Whether the first batch must prove that its micro-batches give the same results as the whole.
     """
 
     parts: int
-    normalize: LossNormalization
+    loss_divisor: LossDivisor
     columns: Columns
     width: int
     prove: bool = True

@@ -36,7 +36,7 @@ from keras_paragrad.engine.losses.dividers import (
     warn_of_batch_statistics,
 )
 from keras_paragrad.engine.losses.divisors import DivisorFunction
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.replicas.prepared import (
     distributing_datasets_with,
     install_on_replicas,
@@ -74,7 +74,7 @@ IN_ORDER = dataclasses.replace(
 class ReplicaPreparation(Preparation):
     """A model whose `fit`, `evaluate` and `predict` on replicas give the results of one device on whole batches.
 
-    Each replica batch is weighted by its loss normalizer, so uneven and weighted ones are exact; gradients are
+    Each replica batch is weighted by its loss divisor, so uneven and weighted ones are exact; gradients are
     all-reduced before they are clipped; if any replica overflows under a `LossScaleOptimizer`, all skip the update;
     metrics cover all examples; with `jit_compile=True` XLA compiles each replica's forward and backward pass.
     """
@@ -96,7 +96,7 @@ class ReplicaPreparation(Preparation):
     def renew(self) -> None:
         """Installs this preparation in the model's step, again after each `compile`.
 
-        It fills *take* with the loss normalization and, if `deterministic`, *split* with fixed parts; on several
+        It fills *take* with the loss divisor and, if `deterministic`, *split* with fixed parts; on several
         workers, it replaces `fit`, `evaluate` and `predict`.
         """
         model = self.model
@@ -107,9 +107,9 @@ class ReplicaPreparation(Preparation):
             check_no_row_states(
                 model, f"each of {replicas} replicas gets", 'train on one device: DistributedFit("none")'
             )
-        normalize = self._normalization(weighting) if exact else None
-        if normalize and replicas > 1:
-            normalize.check(model)
+        loss_divisor = self._loss_divisor(weighting) if exact else None
+        if loss_divisor and replicas > 1:
+            loss_divisor.check(model)
             if not deterministic:
                 self._warn_of_batch_statistics()
         # Keras turns XLA off in models where determinism is on; parts are compiled nevertheless, if requested.
@@ -123,7 +123,7 @@ class ReplicaPreparation(Preparation):
             ordered = self._divide_in_order(deterministic, weighting, prove, jit is True, replicas)
         if ordered is None:
             self._divide_as_before()
-        take = Take(normalize if replicas > 1 else None, by_xla, prove, ordered)
+        take = Take(loss_divisor if replicas > 1 else None, by_xla, prove, ordered)
         install_on_replicas(model, take, distribute if on_workers or deterministic else None)
         if on_workers:
             fit = functools.partial(compared_fit, model)
@@ -145,10 +145,10 @@ class ReplicaPreparation(Preparation):
             )
         warn_of_batch_statistics(model)
         split = StepBuilder.of(model).stages.split
-        if split is None or split.normalize.divider is IN_ORDER:
-            split = FixedParts(parts, dataclasses.replace(self._normalization(weighting), divider=IN_ORDER))
+        if split is None or split.loss_divisor.divider is IN_ORDER:
+            split = FixedParts(parts, dataclasses.replace(self._loss_divisor(weighting), divider=IN_ORDER))
         if not isinstance(split, FixedParts) or split.parts != parts:
-            cuts = split.normalize.divider.configured_by
+            cuts = split.loss_divisor.divider.configured_by
             raise ValueError(
                 f"{cuts} cuts the batches of {model.name!r} already, and deterministic={parts} cuts them too. Leave "
                 f"one of the two out; of microbatch, write microbatch(model, size, deterministic={parts})."
@@ -161,19 +161,19 @@ class ReplicaPreparation(Preparation):
     def _divide_as_before(self) -> None:
         """Empties *split* if `_divide_in_order` has filled it."""
         split = StepBuilder.of(self.model).stages.split
-        if split is not None and split.normalize.divider is IN_ORDER:
+        if split is not None and split.loss_divisor.divider is IN_ORDER:
             StepBuilder.of(self.model).fill(split=None)
 
     def stop(self) -> None:
         self._divide_as_before()
         uninstall_from_replicas(self.model)
 
-    def _normalization(self, weighting: str | DivisorFunction) -> LossNormalization:
+    def _loss_divisor(self, weighting: str | DivisorFunction) -> LossDivisor:
         """How replica batches are weighted: as an accumulating optimizer states, or else by `weighting`."""
         accumulator = find_accumulator(self.model.optimizer)
         accumulated = accumulator.weighting if accumulator else "auto"
         # Even if micro-batches are weighted uniformly, their replica batches may be uneven.
-        return LossNormalization(weighting if accumulated in ("auto", "uniform") else accumulated, DIVIDER)
+        return LossDivisor(weighting if accumulated in ("auto", "uniform") else accumulated, DIVIDER)
 
     def _warn_of_batch_statistics(self) -> None:
         """Warns of batch normalization that each replica computes separately."""

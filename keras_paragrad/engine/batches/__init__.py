@@ -1,1 +1,1 @@
-"""The replicas' shares of a batch, which may be empty."""
+"""A replica's rows of a batch, of which there may be none. docs/guides/distribution.md: "What a step does"."""

@@ -1,4 +1,4 @@
-"""Replica batches: the replicas' shares of a batch, some empty if it has fewer examples than there are replicas."""
+"""Replica batches: the replicas' rows of a batch. Some have none, if there are fewer examples than replicas."""
 
 import contextlib
 from collections.abc import Callable
@@ -33,10 +33,10 @@ DIFFERENT_ROWS = "The tensors of a batch have different numbers of rows."
 
 
 def cut_rows_of(data: Structure) -> tf.Tensor | int:
-    """The number of examples in a batch that is about to be cut; a Python integer if it is static.
+    """The number of rows of a batch to be cut: a Python integer, if static.
 
-    Refuses tensors with different numbers of rows. For dynamic ones, the step raises an error of TensorFlow's, which
-    `explain_different_rows` replaces.
+    Refuses tensors with different numbers of rows. If the numbers aren't static, the step raises TensorFlow's error,
+    which `explain_different_rows` replaces.
     """
     tensors = [tensor for tensor in keras.tree.flatten(data) if tensor is not None]
     static = {tensor.shape[0] for tensor in tensors} - {None}
@@ -52,13 +52,13 @@ def cut_rows_of(data: Structure) -> tf.Tensor | int:
 
 
 def explain_different_rows(error: tf.errors.InvalidArgumentError) -> None:
-    """Raises a `ValueError` in place of TensorFlow's error for a batch that can't be cut; ignores other errors."""
+    """Raises a `ValueError` in place of TensorFlow's error for different numbers of rows. Ignores other errors."""
     if DIFFERENT_ROWS in error.message:
         raise ValueError(no_examples(DIFFERENT_ROWS)) from None
 
 
 def no_examples(what: str) -> str:
-    """The error for batches whose rows aren't examples; `what` is the symptom."""
+    """The error for batches whose rows aren't examples, which begins with the symptom `what`."""
     return (
         f"{what} A batch is cut between its examples, and each example needs a row of every tensor: graphs whose nodes "
         "are put one after the other have none. Pad each graph to the same number of nodes and edges, accumulate over "
@@ -67,7 +67,7 @@ def no_examples(what: str) -> str:
 
 
 def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:
-    """Consecutive rows of every tensor in a batch; `in_bounds` says whether all are known to exist."""
+    """Consecutive rows of every tensor in a batch. `in_bounds` says that all of them exist."""
 
     def part_of(tensor: Any) -> Any:
         if tensor is None:
@@ -81,7 +81,7 @@ def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bo
             return part
         static = isinstance(count, int) and count <= (tensor.shape[0] or 0)
         if isinstance(tensor, tf.Tensor) and (static or in_bounds):
-            # Unlike `tf.gather`, copies nothing if rows are aligned in memory.
+            # Unlike `tf.gather`, a slice copies nothing if rows are aligned in memory.
             known: Any = tensor.shape[1:]
             sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known.as_list(), tf.int32)
             return tf.slice(tensor, tf.concat([[first], tf.zeros_like(sizes)], 0), tf.concat([[count], sizes], 0))
@@ -92,7 +92,7 @@ def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bo
 
 
 def divide_batch(strategy: tf.distribute.Strategy, batch: Batch, parts: int | None = None) -> Batch:
-    """Divides a batch among the replicas, in their order; `parts` as in `ReplicaPlacement`."""
+    """Divides a batch among the replicas, in their order. `parts`: see `ReplicaPlacement`."""
     placement = replica_placement(strategy, parts)
 
     def divide(leaf: Any) -> tf.distribute.DistributedValues | None:
@@ -112,10 +112,10 @@ def divide_batch(strategy: tf.distribute.Strategy, batch: Batch, parts: int | No
 
 
 class ReplicaBatch(NamedTuple):
-    """A replica's part of a batch, which may be empty."""
+    """A replica's number of rows in a batch, which may be 0."""
 
     rows: tf.Tensor
-    # Whether there are examples; `None` if the static shapes show that there are.
+    # Whether there are rows; `None` if the static shapes show that there are.
     nonempty: tf.Tensor | None = None
 
     @classmethod
@@ -132,17 +132,17 @@ class ReplicaBatch(NamedTuple):
         return ReplicaBatch(count, count > 0)
 
     def filled(self, data: Batch) -> Batch:
-        """The data, or if it is empty a row of zeros, the filler: not every layer accepts an empty batch."""
+        """The data, or a padding row of zeros if there is no row. Not every layer accepts an empty batch."""
         return data if self.nonempty is None else tf.cond(self.nonempty, lambda: data, lambda: _zero_row(data))
 
-    def drop_filler(self, outputs: Structure) -> Structure:
-        """Outputs without the filler's outputs."""
+    def drop_padding(self, outputs: Structure) -> Structure:
+        """Outputs without the padding row's."""
         if self.nonempty is None:
             return outputs
         return keras.tree.map_structure(lambda tensor: tensor[: self.rows], outputs)
 
     def run(self, action: Callable[[], object]) -> None:
-        """Runs `action` unless the replica batch is empty."""
+        """Calls a function unless the replica batch is empty."""
         if self.nonempty is None:
             action()
             return
@@ -158,7 +158,7 @@ class ReplicaBatch(NamedTuple):
         return value if self.nonempty is None else value * tf.cast(self.nonempty, value.dtype)
 
     def gradients(self, gradients: Gradients) -> Gradients:
-        """Gradients, or zeros if the replica batch is empty: the filler's gradients may be NaN."""
+        """Gradients, or zeros if the replica batch is empty. Those of the padding row may be NaN."""
         return list(gradients) if self.nonempty is None else [self._zero_if_empty(gradient) for gradient in gradients]
 
     def _zero_if_empty(self, gradient: GradientTensor | None) -> Any:
@@ -197,13 +197,13 @@ def _zero_ragged_row(tensor: tf.RaggedTensor) -> tf.RaggedTensor:
 
 
 class _Rows(NamedTuple):
-    """Whether a replica's rows are examples rather than filler; `None` if they always are."""
+    """What this thread's step knows of its rows: whether they are examples, and not padding. `None` means yes."""
 
     nonempty: tf.Tensor | bool | None
 
 
 def counting_examples(nonempty: tf.Tensor | bool | None) -> contextlib.AbstractContextManager[object]:
-    """Context in which a replica's step is traced. Its rows are examples if `nonempty` is true or `None`."""
+    """Context in which a replica's step is traced, on examples if `nonempty` is true or `None`, else on padding."""
     return _PATCH.open(_Rows(nonempty))
 
 
@@ -216,13 +216,13 @@ def _moments(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Replaces `BatchNormalization._moments`, which is `original`: the mean and variance of a batch, `(channels,)`."""
     averages_rows = 0 in _reduction_axes(layer, inputs)
-    # In a trial, on made-up rows, there are no other replicas.
+    # A trial has no other replicas.
     if not (layer.synchronized and averages_rows) or replica_count() == 1 or is_trial():
         return original(layer, inputs, mask)
     if mask is not None:
         return _masked_moments(layer, inputs, mask, rows.nonempty)
     if rows.nonempty is not None:
-        # Drop the filler.
+        # Batch statistics leave the padding row out.
         inputs = inputs[: tf.where(rows.nonempty, tf.shape(inputs)[0], 0)]
     return original(layer, inputs, None)
 
@@ -245,7 +245,7 @@ def _masked_moments(
 
     def total(values: tf.Tensor) -> tf.Tensor:
         local = tf.reduce_sum(tf.where(counted, values, tf.zeros_like(values)), axes, keepdims=True)
-        # Unlike this package's collectives, it has a gradient.
+        # This all-reduce has a gradient, unlike this package's collectives.
         return context.all_reduce(tf.distribute.ReduceOp.SUM, local)
 
     count = total(tf.ones_like(inputs)) + keras.backend.epsilon()

@@ -1,1 +1,1 @@
-"""Divides the calls of layers in a step that runs whole: in slices, on replicas, or in slices on replicas."""
+"""Computes a call of a layer in parts of its rows. docs/guides/custom_train_step.md: "How a step is divided"."""

@@ -1,4 +1,4 @@
-"""`divided`: a function of rows, computed in parts of the rows, one after the other, and differentiable to any order.
+"""`divided`: computes a function of rows in parts of the rows. The result is differentiable to any order.
 
 The parts of f(x, w) with rows x_1, ..., x_n give
 
@@ -11,10 +11,10 @@ and so do the parts of its gradient, for cotangents y' and s':
     sums   w'  = sum_i (y'_i dy_i/dw + s' ds_i/dw)
 
 So the gradient of a divided function is a divided function of the rows (x, y') and of (w, s'). No part keeps its
-activations: the gradient computes each again, from the state (seeds, moving averages) that it began with.
+activations: the gradient computes each part again, from the state (seeds, moving averages) that the part began with.
 
-The gradient of a table has a row for each lookup, which optimizers treat one by one. Lookups that depend on rows are
-rows; others, such as positions, are the same in all parts, and their values are sums.
+The gradient of a table (an embedding) has an entry for each lookup, and optimizers square each entry. Lookups that
+depend on rows are concatenated. Other lookups, such as those of positions, are the same in all parts, and are added.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,12 +42,12 @@ Function = Callable[[list[Any], list[Any], list[Any]], Result]
 
 
 class RowParts(Protocol):
-    """How rows are divided."""
+    """Computes a function in parts of its rows."""
 
     def run(
         self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
     ) -> tuple[Result, Any]:
-        """The result for all rows, and the states before the parts, from `before` if given instead of carried on."""
+        """The result for all rows, and the state before each part. Given `before`, parts begin with its items."""
         ...
 
 
@@ -56,8 +56,8 @@ def divided(
 ) -> Result:
     """Computes a function in parts of its rows.
 
-    All parts read the tensors that are `whole`, such as weights. `state` is the state before the first part; each part
-    continues with what the part before has left, or begins with its own of the states `before`, as `parts` returns.
+    All parts read the tensors that are `whole`, such as weights. The first part begins with `state`, and each other
+    part with the state that the part before has left. If given, `before` has a state for each part to begin with.
     """
     inputs, count = [*rows, *whole], len(rows)
     indices = [index for index, tensor in enumerate(inputs) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
@@ -84,7 +84,7 @@ def divided(
             backward = _Backward(function, needed, count, list(given), len(result.rows))
             of_rows = [cotangent for index, cotangent in given.items() if index < len(result.rows)]
             of_sums = list(given.values())[len(of_rows) :]
-            # A part is computed again only once its gradient is needed.
+            # Parts wait for the cotangents: otherwise they would be computed again right away, and stay in memory.
             with tf.control_dependencies(list(given.values())):
                 total = divided(backward, [*every[:count], *of_rows], [*every[count:], *of_sums], parts, [], states)
             gradients = dict(zip(needed, backward.gradients(total), strict=True))
@@ -105,15 +105,15 @@ def divided(
 
 
 class _Backward:
-    """The gradient of a function, as a function of its rows, of what is whole, and of the cotangents of its outputs.
+    """The gradient of a function, with the function's rows, `whole` and cotangents as arguments.
 
-    The first `count` inputs of the function are rows; `needed` are the indices of the inputs that have a gradient. The
-    first `outputs` of its outputs are rows; `targets` are the indices of the outputs that have a cotangent.
+    The first `count` inputs of the function are rows, and inputs of the indices `needed` have a gradient. The first
+    `outputs` of its outputs are rows, and outputs of the indices `targets` have a cotangent.
     """
 
     def __init__(self, function: Function, needed: list[int], count: int, targets: list[int], outputs: int):
         self.function, self.needed, self.count, self.targets, self.outputs = function, needed, count, targets, outputs
-        # By needed input: the form of its gradient in a result. Found by the last trace, and the same in each.
+        # For each needed input, by the last trace: its `Lookups`, or whether its gradient is rows; `None` without one.
         self._kinds: list[Any] = []
 
     def __call__(self, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
@@ -129,7 +129,7 @@ class _Backward:
             gradients = tape.gradient([outputs[index] for index in self.targets], sources, cotangents)
         self._kinds, collected = [], Result([], [], [])
         for index, source, gradient in zip(self.needed, sources, gradients, strict=True):
-            # `None` for a weight without a gradient, which an optimizer doesn't update.
+            # An optimizer doesn't update a weight whose gradient is `None`.
             lookups = split_lookups(gradient, rows, source.shape) if index >= self.count else None
             self._kinds.append(lookups or (None if gradient is None else index < self.count))
             if lookups is not None:
@@ -150,7 +150,7 @@ class _Backward:
 
 
 def _add(sums: list[Any], others: list[Any]) -> list[Any]:
-    """Adds sums of two parts; the row numbers of lookups are the same in all parts."""
+    """Adds the sums of two parts. Row numbers of lookups aren't added, as all parts have the same."""
     return [one + other if has_gradient(one) else other for one, other in zip(sums, others, strict=True)]
 
 
@@ -160,8 +160,8 @@ class RowSlices(NamedTuple):
     Attributes:
         size: The most rows of a slice.
         by_xla: Whether XLA compiles each slice.
-        in_xla: Whether XLA compiles what calls them, and so needs shapes that it knows when it compiles.
-        full: How many slices there are, if all are full and rows may be left over; else all rows are in a slice.
+        in_xla: Whether XLA compiles the caller of the slices, and needs static shapes.
+        full: The number of slices, if all are full and rows after them are ignored; `None` to compute all rows.
         add: Adds the sums of two slices.
     """
 
@@ -196,7 +196,7 @@ class RowSlices(NamedTuple):
             looped, rest = self.full, 0
         elif static is None and not self.in_xla:
             looped, rest, length = -(-count // self.size), 0, None
-        # TensorFlow copies the attributes of a callable object, and some are its own.
+        # In a lambda, as `tf.function` copies the attributes of a callable object, some of which are its own names.
         traced = tf.function(lambda *given: function(*given), autograph=False, jit_compile=self.by_xla or None)
 
         def compute(index: Any, carried: list[Any], rows: Any = length) -> tuple[Result, list[Any]]:
@@ -204,8 +204,8 @@ class RowSlices(NamedTuple):
             inputs = inputs_of(index, rows, carried)
             return traced(*inputs), inputs[2]
 
-        # The gradient of a part is traced by a tape of its own, and the gradient of the loop is `divided`'s: tapes that
-        # record it, and are persistent, would make another at once.
+        # A part's gradient is traced by a tape of its own, and the loop's gradient is `divided`'s. So no other tape
+        # records what follows: a persistent tape would build a gradient of the loop at once.
         static = length if isinstance(length, int) else None
         like: Result = traced.get_concrete_function(*_specs(rows, whole, state, before, static)).structured_outputs
         if tf.is_tensor(rest) or rest:
@@ -225,8 +225,8 @@ class RowSlices(NamedTuple):
     def _in_loop(
         self, compute: Callable[..., tuple[Result, list[Any]]], like: Result, slices: Any, state: list[Any], before: Any
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """The rows, states before, sums and state after of full slices, whose results have the specs of `like`."""
-        # The loop needs sums to begin with. If their shapes are unknown, the first slice is computed before the loop.
+        """Returns rows, states before slices, sums, and the last state, of full slices. `like` has specs of results."""
+        # The loop begins with zero sums, or if their shapes are unknown, with the sums of the first slice.
         peeled = not all(value.shape.is_fully_defined() for value in like.sums)
         recorded = [] if before is not None else state
         arrays = [
@@ -270,7 +270,7 @@ class RowSlices(NamedTuple):
 
 
 def _specs(rows: list[Any], whole: list[Any], state: list[Any], before: Any, count: int | None) -> Any:
-    """The specs of a part of `count` rows; any number, if `None`."""
+    """The specs of a part of `count` rows, or of any number of rows if `None`."""
     start = state if before is None else [states[0] for states in before]
     return [spec_of_part(row, count) for row in rows], *(
         [tf.type_spec_from_value(each) for each in some] for some in (whole, start)

@@ -1,4 +1,4 @@
-"""Intercepts calls in a step, of layers, `tape.gradient` and random numbers, on the thread that traces or runs it."""
+"""Intercepts what a step calls on this thread: layers, `tape.gradient`, and random operations."""
 
 import contextlib
 import functools
@@ -17,15 +17,15 @@ from keras_paragrad.engine.losses.dividers import IndivisibleError
 
 
 class Handler(Protocol):
-    """Gets the outermost calls of layers; within an answer of its own, nothing is intercepted."""
+    """Gets the outermost calls of layers. Within the handler, nothing is intercepted."""
 
     def __call__(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any) -> Any:
-        """Calls a layer in place of `call`, or returns `NotImplemented` for a layer that is to be entered."""
+        """Returns the result of `call`. `NotImplemented` enters the layer: the handler gets the calls within it."""
         ...
 
 
 class _Interception:
-    """The handler of a thread, or `None` within a call; and the number of random operations without a seed so far."""
+    """A thread's handler, `None` within a divided call; `draws` counts random operations without a seed."""
 
     def __init__(self, handler: Handler | None):
         self.handler, self.draws = handler, 0
@@ -40,14 +40,14 @@ def intercepting(handler: Handler) -> contextlib.AbstractContextManager[object]:
 
 
 def not_intercepting() -> contextlib.AbstractContextManager[object]:
-    """Context of a call that is divided: the calls within it are made as they are."""
+    """Context of a divided call, within which layers are called as they are."""
     return _PATCH.open(_Interception(None))
 
 
 def _call(
     interception: _Interception, original: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces `Layer.__call__`. A layer that the handler doesn't divide is entered: calls within it are divided."""
+    """Replaces `Layer.__call__`. If the handler returns `NotImplemented`, it gets the calls within the layer."""
     handler = interception.handler
     if handler is None or any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))):
         return original(layer, *args, **kwargs)
@@ -71,7 +71,7 @@ def _gradient(
 
 
 def _get_seed(interception: _Interception, original: Callable[..., Any], op_seed: int | None) -> Any:
-    """Replaces TensorFlow's `get_seed`: numbers random operations without a seed, to seed them by their order."""
+    """Replaces TensorFlow's `get_seed`. A random operation without a seed gets its number in the step as its seed."""
     if op_seed is None and interception.handler is not None:
         interception.draws += 1
         op_seed = interception.draws
@@ -79,7 +79,7 @@ def _get_seed(interception: _Interception, original: Callable[..., Any], op_seed
 
 
 def _draw(interception: _Interception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces what draws from a `tf.random.Generator`: refuses numbers that differ between replicas for one batch."""
+    """Replaces methods of `tf.random.Generator`: refuses them on replicas, each of which would draw other numbers."""
     if interception.handler is not None and replica_count() > 1:
         raise IndivisibleError(
             "A step on the whole batch draws from a tf.random.Generator, which draws other numbers on each replica. "

@@ -1,4 +1,4 @@
-"""`LayerCall`: one call of a layer as a function of its rows, of what all rows read, and of its state."""
+"""`LayerCall`: a call of a layer as a function of rows, of tensors that all rows read, and of a state."""
 
 import functools
 from collections.abc import Callable
@@ -31,10 +31,10 @@ from keras_paragrad.storage.storage import storage_of
 
 
 class RepeatableCall:
-    """A call that runs again in the backward pass, with the same random numbers and without another effect.
+    """A call that can run again, with the same random numbers and no second effect.
 
-    Errors call it `name`. `once` says whether some of the layers that it calls may be recomputed within it, and
-    `reason` why a layer can't assign to a weight in it, and what to do instead.
+    `name` is for errors. `once` says whether layers in the call may be recomputed themselves. `reason` says why a layer
+    in the call can't assign to a weight, and what to do instead.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class RepeatableCall:
         # The leaves of the arguments, and their masks, which attention removes.
         self.leaves: list[Any] = keras.tree.flatten(self._structure)
         self.masks = [mask_of(leaf) for leaf in self.leaves]
-        # The variables of the state.
+        # The variables whose values are the state.
         self.assigned: list[keras.Variable] = []
-        # Found by the last run: the nested outputs and the masks of their leaves, and which state is another.
+        # Found by the last run: the nested outputs, the masks of their leaves, and which variables have changed.
         self._outputs: Structure = None
         self._output_masks: list[tf.Tensor | None] = []
         self._changed: list[bool] = []
@@ -68,10 +68,11 @@ class RepeatableCall:
     def run(
         self, leaves: list[Any], values: list[tuple[keras.Variable, tf.Tensor]], state: list[tf.Tensor]
     ) -> tuple[Result, ReadScope]:
-        """Runs the function on `leaves` as its arguments; variables have the given values, and the state.
+        """Makes the call with these leaves of arguments, values of variables, and state.
 
         Returns:
-            The tensors and then the masks of the outputs, the losses that layers add, and the state; and the scope.
+            A result and the scope. The result has the outputs' tensors and then their masks as rows, the losses that
+            layers add as sums, and the new state.
         """
         arguments, keywords = keras.tree.pack_sequence_as(self._structure, leaves)
         values = [*values, *zip(self.assigned, state, strict=True)]
@@ -98,7 +99,7 @@ class RepeatableCall:
 
 
 def stored_value(variable: keras.Variable) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """A tensor to keep for a variable, such as a shard, and a function that makes of it what layers read."""
+    """A tensor to store for a variable, such as a shard. Also returns a function from it to what layers read."""
     scope = get_stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
     if value is not None:
@@ -107,17 +108,17 @@ def stored_value(variable: keras.Variable) -> tuple[tf.Tensor, Callable[[tf.Tens
         return storage_of(variable).recompute()
 
 
-# The rows of the part for which a call is traced to find its variables, where the number isn't static.
+# The number of rows for which a call is traced to find its variables, where the batch's number isn't static.
 _ROWS = 3
-# Nested variables that a call reads are found one level at a time.
-_TRACES = 3
+# The most traces of a call. Each finds the variables of one more level of nested layers.
+_MOST_TRACES = 3
 
 
 class LayerCall(RepeatableCall):
     """A call of a layer, as `function(rows, whole, state)`.
 
-    Rows are the tensors with as many rows as the first one, and their masks. Whole are other tensors, and the values of
-    the variables that the call reads. The state is the values of those that it assigns.
+    `rows` are the tensors with as many rows as the first one, and their masks. `whole` are all other tensors, and the
+    values of the variables that the call reads. `state` are the values of the variables that the call assigns.
     """
 
     def __init__(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any):
@@ -140,7 +141,7 @@ class LayerCall(RepeatableCall):
 
     @property
     def whole(self) -> list[Any]:
-        """The tensors that all parts read."""
+        """The tensors that all parts of the call read."""
         given = self._given
         return [
             *(given[index] for index in self._others),
@@ -160,7 +161,7 @@ class LayerCall(RepeatableCall):
         for index, tensor in zip([*self._rowed, *self._others], [*rows, *whole[: len(self._others)]], strict=True):
             given[index] = tensor
         leaves, masks = given[: len(self.leaves)], given[len(self.leaves) :]
-        # A mask is an attribute of a tensor, and must not change the given one.
+        # A mask is an attribute of a tensor: set it on a copy.
         leaves = [
             leaf if mask is None else with_mask(tf.identity(leaf), mask)
             for leaf, mask in zip(leaves, masks, strict=True)
@@ -169,7 +170,7 @@ class LayerCall(RepeatableCall):
             return self.run(leaves, list(zip(self._read, whole[len(self._others) :], strict=True)), state)
 
     def find_obstacle(self, *, runs_twice: bool) -> str | None:
-        """Why the call can't be made in parts, or `None`; also finds which variables it reads and assigns.
+        """Why the call can't be made in parts, or `None`. Also finds the variables that the call reads and assigns.
 
         `runs_twice` says whether parts are computed again in the backward pass.
         """
@@ -180,7 +181,7 @@ class LayerCall(RepeatableCall):
         try:
             return self._trace(runs_twice)
         except Exception as error:
-            # Called whole, it raises what is wrong with it.
+            # The layer is then called on all rows. If the layer itself fails, that call raises its error.
             return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
     def _trace(self, runs_twice: bool) -> str | None:
@@ -194,7 +195,7 @@ class LayerCall(RepeatableCall):
 
         missing: dict[int, keras.Variable] = {}
         result, scope = None, None
-        for _ in range(_TRACES):
+        for _ in range(_MOST_TRACES):
             self._read = [*self._read, *missing.values()]
             whole = [tf.TensorSpec(value.shape, value.dtype) for value in self.whole]
             with untouched(self.layer, never_run()):
@@ -235,7 +236,7 @@ def _obstacle(result: Result, assigned: list[keras.Variable], read: list[keras.V
 
 
 def _hidden_eagerly(run: Callable[[], None], runs: list[tuple[Result, ReadScope]]) -> str | None:
-    """What two runs of a call show of states unknown to Keras, whose variables it reads as tensors."""
+    """Why a call can't be repeated, or `None`. Runs it twice in eager mode, where no graph shows its operations."""
     with tf.GradientTape() as tape:
         run()
     run()

@@ -1,4 +1,4 @@
-"""Functions that run again in the backward pass, instead of storing their activations: `divided`, in a single part."""
+"""Runs functions again in the backward pass, and stores no activations: `divided` with a single part."""
 
 import contextlib
 import functools
@@ -26,9 +26,9 @@ from keras_paragrad.storage.gathering import call_with_gather, install_gather
 
 
 class Recomputed:
-    """A function of tensors that runs again in the backward pass; if nested, only the outermost does.
+    """A function of tensors that runs again in the backward pass. Of nested ones, only the outermost does.
 
-    It calls `layers`; losses that these layers add are added to `owner`. Errors call it `name`.
+    The function calls `layers`, whose added losses go to `owner`. `name` is for errors.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Recomputed:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The variables of the layers; a shared variable is in the list several times."""
+        """The variables of the layers. A shared variable is in the list several times."""
         return [variable for layer in self.layers for variable in layer.variables]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -53,11 +53,11 @@ class Recomputed:
         call = _RecomputedCall(self, arguments, keywords, self.variables)
         if not any(map(has_gradient, [*call.tensors, *call.stored])):
             return self.function(*arguments, **keywords)
-        # On data of unknown length, the optimizer would count a batch that turns out not to exist.
+        # Where the data may have ended, counters of optimizers have to wait until the batch is known to exist.
         count_after(call.tensors)
         result = call.divided()
         if call.missing:
-            # It also reads variables outside of its layers, such as the global seed.
+            # The function also reads variables outside of its layers, such as the global seed.
             call = _RecomputedCall(self, arguments, keywords, [*self.variables, *call.missing])
             result = call.divided()
         # TensorFlow's registry would keep the gradient function, and so the graph, forever.
@@ -69,7 +69,7 @@ class Recomputed:
 
 
 class _RecomputedCall(RepeatableCall):
-    """A call as a function of the tensors in its arguments, of its weights, and of its other variables as the state."""
+    """A call as a function of tensors in arguments (rows), weights (whole), other variables (state)."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _RecomputedCall(RepeatableCall):
         self.assigned = [variable for variable in unique if not variable.trainable]
         pairs = [stored_value(variable) for variable in self._weights]
         self.stored, self._loads = [tensor for tensor, _ in pairs], [load for _, load in pairs]
-        # Variables that the last run has read, and that aren't among `variables`.
+        # Variables outside of `variables` that the last run has read.
         self.missing: list[keras.Variable] = []
         self._scope: str | None = None
 
@@ -119,10 +119,11 @@ class _RecomputedCall(RepeatableCall):
 
 
 class _OnePart(NamedTuple):
-    """All rows in a single part, whose gradient waits for the cotangents, which follow the `tensors` among the rows.
+    """Computes all rows in a single part. The second run waits for the cotangents.
 
-    `loads` has for each weight a function from the tensor that is stored for it to its value. Each run calls it, so
-    shards are gathered in that run, and not all at once before the step. A stored tensor has the gradient of its value.
+    The rows of the second run are `tensors` inputs, and then cotangents. For each weight, `loads` has a function from
+    the stored tensor to the value. Both runs call it, so shards are gathered in each run, and not all at once before
+    the step. A stored tensor gets the gradient of the value.
     """
 
     tensors: int
@@ -148,7 +149,7 @@ class _OnePart(NamedTuple):
 
 @contextlib.contextmanager
 def _recording_operations() -> Generator[list[tf.Operation]]:
-    """Context that yields a list, and at its end fills it with the operations that this replica has created."""
+    """Context that yields a list. At its end, the list gets the operations that this replica has created."""
     graph = tf.compat.v1.get_default_graph()
     start, created = len(graph.get_operations()), []
     with tf.name_scope("recomputed") as scope:
@@ -158,13 +159,13 @@ def _recording_operations() -> Generator[list[tf.Operation]]:
 
 @contextlib.contextmanager
 def _after(cotangents: Sequence[tf.Tensor]) -> Generator[Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]]:
-    """Context whose operations wait for the cotangents; yields a function that makes tensors wait under XLA too.
+    """Context whose operations wait for cotangents. Yields a function that makes tensors wait under XLA too.
 
-    XLA ignores control dependencies, and would merge the second run with the first. It can't merge computations of
-    different numbers. An optimization barrier has no effect on CPUs.
+    XLA ignores control dependencies, and would merge the second run with the first. So the second run subtracts a zero
+    that depends on the cotangents: XLA can't merge what differs. An optimization barrier has no effect on CPUs.
     """
     with tf.control_dependencies(cotangents):
-        # Zero for any cotangents.
+        # No cotangent is above infinity, so this is zero.
         flat = [tf.math.real(tf.reshape(cotangent, [-1])[:1]) for cotangent in cotangents]
         first = [tf.cast(tf.reduce_max(value), "float32") for value in flat]
         zero = tf.add_n([tf.cast(value > float("inf"), "float32") for value in first])
@@ -185,7 +186,7 @@ def is_recomputed(layer: keras.layers.Layer) -> bool:
 
 
 def recompute_layer(layer: keras.layers.Layer) -> Callable[[], None]:
-    """Makes the calls of a layer run again in the backward pass, and returns a function that undoes it."""
+    """Makes a layer's calls run again in the backward pass. Returns a function that undoes that."""
     # Bypass Keras's tracking: a method is not state of the layer.
     attributes = vars(layer)
     before = {"call": attributes["call"]} if "call" in attributes else {}

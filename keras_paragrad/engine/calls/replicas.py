@@ -1,6 +1,6 @@
-"""A step that every replica runs on the whole batch: rows are gathered, and calls are made on each replica's share.
+"""Every replica runs a step on the whole batch, but calls layers on its own share.
 
-What is whole is the same on all replicas, and so is its gradient. With the rows Y = (y_1, ..., y_R) of R replicas
+A whole tensor is the same on all replicas, and so is its gradient. With the rows Y = (y_1, ..., y_R) of R replicas,
 
     own     Y -> y_r                gradient: gather
     gather  y_r -> Y                gradient: own
@@ -34,26 +34,26 @@ _LONG = (tf.int64, tf.uint64)
 
 
 class GatheredRows:
-    """The rows of a batch of `total` rows; this replica has `count` rows, from row `first` on."""
+    """Which rows of a batch this replica has: `count` of `total` rows, from row `first` on."""
 
     def __init__(self, first: Any, count: Any, total: Any):
         self.first, self.count, self.total = first, count, total
-        # What is cut out of whole tensors.
+        # The rows that `own` cuts out of whole tensors. `Share` has others.
         self._begin, self._length = first, count
 
     @classmethod
     def of_replicas(cls, count: Any) -> "GatheredRows":
-        """The rows of all replicas, in the order of the replicas; this replica has `count` rows."""
+        """The rows of all replicas, one replica after the other. This replica has `count` rows."""
         here = tf.one_hot(replica_index(), replica_count(), dtype=tf.float32)
         (counts,) = sum_over_replicas([here * tf.cast(count, "float32")])
         counts = tf.cast(counts, "int32")
         return cls(tf.reduce_sum(counts[: replica_index()]), count, tf.reduce_sum(counts))
 
     def gather(self, tensors: Sequence[Any]) -> list[Any]:
-        """The rows of all replicas, from this replica's `count` rows of each tensor."""
+        """Makes tensors with the rows of all replicas, from this replica's `count` rows of each tensor."""
         if replicas_are_local():
             return [tf.ensure_shape(all_gather(tensor), [self._static, *tensor.shape[1:]]) for tensor in tensors]
-        # Zeros around the own rows, and a sum: `all_gather` of several sizes in one step mixes them up.
+        # Sums rows with zeros around them, as `all_gather` mixes up several sizes in one step.
         sums = sum_over_replicas([self._padded(tensor) for tensor in tensors])
         return [self._unpadded(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
@@ -76,18 +76,18 @@ class GatheredRows:
         return own(whole)
 
     def whole(self, locals_: Sequence[tf.Tensor]) -> list[Any]:
-        """All replicas' rows of tensors that each has for its own."""
+        """As `gather`, and differentiable. The gradient of a replica's rows is its share of the whole gradient."""
 
         def gather(*tensors: tf.Tensor) -> Any:
             def gradient(*wholes: Any) -> list[Any]:
-                # An output that isn't used gives its weights no gradient, rather than zeros.
+                # Weights that lead to unused outputs only get no gradient, as on one device, rather than zeros.
                 return [None if is_zero(each) else self.own([tf.convert_to_tensor(each)])[0] for each in wholes]
 
             return self.gather([tensor[: self.count] for tensor in tensors]), gradient
 
         others = [index for index, tensor in enumerate(locals_) if not has_gradient(tensor)]
         gathered = self.gather([locals_[index][: self.count] for index in others])
-        results = _with_gradient(gather, locals_)
+        results = _map_differentiable(gather, locals_)
         for index, tensor in zip(others, gathered, strict=True):
             results[index] = tensor
         return results
@@ -115,8 +115,8 @@ class GatheredRows:
         return tf.ensure_shape(total, [self._static, *tensor.shape[1:]])
 
 
-def _with_gradient(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
-    """Tensors that a function with a custom gradient replaces, where they have a gradient."""
+def _map_differentiable(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
+    """Maps tensors by a function with a custom gradient. Tensors without a gradient stay as they are."""
     results = list(tensors)
     real = [index for index, tensor in enumerate(results) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
     if real:
@@ -164,7 +164,7 @@ def _gather_composite(leaf: Any, rows: GatheredRows) -> Any:
 
 
 class Share(GatheredRows):
-    """This replica's share of a call's rows. A replica without rows computes the last row, and drops the result."""
+    """This replica's share of a call's rows. A replica without a row computes the last row, and drops the result."""
 
     def __init__(self, rows: Sequence[Any]):
         static = rows[0].shape[0]
@@ -188,10 +188,10 @@ class Share(GatheredRows):
 
             return [tf.identity(each) for each in given], gradient
 
-        return _with_gradient(copy, tensors)
+        return _map_differentiable(copy, tensors)
 
     def _total(self, gradients: list[Any], rows: Sequence[Any]) -> list[Any]:
-        """The sums of gradients over the replicas; lookups that depend on rows are concatenated instead."""
+        """Sums gradients over the replicas. Lookups that depend on rows are concatenated instead."""
         split = [split_lookups(gradient, rows, gradient.shape) for gradient in gradients]
         tensors: list[Any] = []
         for gradient, lookups in zip(gradients, split, strict=True):
@@ -212,7 +212,7 @@ class Share(GatheredRows):
         return totals
 
     def _sums(self, tensors: list[Any]) -> list[Any]:
-        """Sums over the replicas; `IndexedSlices` are concatenated instead."""
+        """Sums tensors over the replicas. `IndexedSlices` are concatenated instead."""
         looked_up = [isinstance(tensor, tf.IndexedSlices) for tensor in tensors]
         sums: list[Any] = []
 
@@ -251,7 +251,7 @@ class Share(GatheredRows):
         ]
 
     def _live(self, gradient: Any) -> Any:
-        """A gradient, or zeros on a replica without rows: the gradient of the dropped row may be NaN."""
+        """A gradient, or zeros on a replica without rows. There, the dropped row's gradient may be NaN."""
         if self.nonempty is True:
             return gradient
         if isinstance(gradient, tf.IndexedSlices):
@@ -261,9 +261,9 @@ class Share(GatheredRows):
 
 @contextlib.contextmanager
 def metrics_of_one_device(model: keras.Model) -> Generator[None]:
-    """Context in which each replica has the metrics of all, and updates them with whole batches.
+    """Context in which each replica has all metrics' states, and updates them with whole batches.
 
-    Their states are summed over the replicas where they are read. So the first replica has them before and after.
+    Outside, reading a state sums it over the replicas. So afterwards only the first replica keeps it.
     """
     variables = [variable for metric in step_metrics(model) for variable in metric.variables]
     summed = list({id(variable): variable for variable in variables if variable.aggregation == "sum"}.values())
@@ -276,7 +276,7 @@ def metrics_of_one_device(model: keras.Model) -> Generator[None]:
 
 
 def update_metrics_of(model: keras.Model, batch: LossArguments, replica_batch: ReplicaBatch) -> None:
-    """Updates the metrics with this replica's examples, or with the examples of all replicas."""
+    """Updates Keras's own metrics with this replica's examples, and others with all replicas' examples."""
     outputs = keras.tree.flatten(batch["y_pred"])
     if replica_count() == 1 or metrics_are_known(model) or not all(output.shape.rank for output in outputs):
         replica_batch.run(lambda: update_metrics(model, batch))

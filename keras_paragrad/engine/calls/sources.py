@@ -1,8 +1,8 @@
-"""What the running `tape.gradient` needs, and which lookups depend on rows: what the graph says of its tensors.
+"""Reads off the graph which tensors the running `tape.gradient` needs, and which lookups depend on rows.
 
-A tape asks a custom gradient for the gradients of all its inputs. A loop would compute them all, in a GAN's step those
-of both networks for each update. So `tape.gradient` says while it runs which sources it was given, and a divided call
-computes what leads to them.
+A tape asks a custom gradient for the gradients of all its inputs. In a GAN's step, that would compute the gradients of
+both networks for each update. So the sources of `tape.gradient` are kept while it runs, and a divided call computes
+only gradients of tensors that depend on a source.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _IDENTITIES = SAME_BUFFER | {"IdentityN"}
 
 
 class _Running(threading.local):
-    """The keys of the sources of this thread's innermost `tape.gradient`, and which tensors lead to them."""
+    """This thread's innermost `tape.gradient`: the keys of its sources, and which tensors depend on one of them."""
 
     def __init__(self) -> None:
         self.keys: frozenset[Any] | None = None
@@ -44,7 +44,7 @@ def differentiating(sources: Any) -> Generator[None]:
 
 
 def _keys(sources: Any) -> Iterator[Any]:
-    """The keys of sources: of tensors, and of the handles of variables, of which a distributed one has several."""
+    """The keys of sources. A variable has one for each of its handles, of which a distributed one has several."""
     for source in tf.nest.flatten(sources):
         value: Any = source.value if isinstance(source, keras.Variable) else source
         parts = [*getattr(value, "values", ()), *getattr(getattr(value, "copies", None), "values", ())]
@@ -59,12 +59,12 @@ def _keys(sources: Any) -> Iterator[Any]:
 
 
 def _key(tensor: Any) -> Any:
-    """Names a tensor: in a graph by its name, as the object may be another for the same tensor."""
+    """Identifies a tensor. In a graph, several objects may stand for one tensor, so its name does."""
     return (id(tensor.graph), tensor.name) if hasattr(tensor, "graph") and tf.is_symbolic_tensor(tensor) else id(tensor)
 
 
 def is_needed(tensor: tf.Tensor) -> bool:
-    """Whether a tensor was computed from a source of the running `tape.gradient`; true where that isn't known."""
+    """Whether a tensor depends on a source of the running `tape.gradient`. True where that isn't known."""
     keys, known = _RUNNING.keys, _RUNNING.known
     if keys is None or not tf.is_symbolic_tensor(tensor):
         return True
@@ -76,7 +76,7 @@ def is_needed(tensor: tf.Tensor) -> bool:
             pending.pop()
             continue
         inputs = [] if key in keys else _inputs(current)
-        # A tensor is known once its inputs are. In a loop, which has none in TensorFlow's functions, it would not end.
+        # A tensor is known once its inputs are. This ends, since graphs of TensorFlow's functions have no cycles.
         unknown = [each for each in inputs if _key(each) not in known]
         if unknown:
             pending += unknown
@@ -94,7 +94,7 @@ def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
 
 
 def is_zero(cotangent: Any) -> bool:
-    """Whether a cotangent is the zeros that a tape makes for an output without a gradient."""
+    """Whether a tape has made a cotangent as zeros, for an output that isn't used."""
     if cotangent is None:
         return True
     if not isinstance(cotangent, tf.Tensor) or not tf.is_symbolic_tensor(cotangent):
@@ -109,9 +109,9 @@ def is_zero(cotangent: Any) -> bool:
 
 
 def split_lookups(gradient: Any, rows: Sequence[Any], shape: Sequence[int]) -> Lookups | None:
-    """Splits a table's gradient, by whether lookups depend on rows; returns `None` if it isn't of lookups.
+    """Splits a table's gradient into lookups that depend on rows, and others. `None` for other gradients.
 
-    In eager mode, which shows no sources, all lookups are taken to depend on rows.
+    Eager tensors don't show what they depend on, so there all lookups count as dependent on rows.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return None

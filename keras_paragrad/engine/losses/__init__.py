@@ -1,1 +1,1 @@
-"""Loss normalization, and the losses and metrics in the logs of `fit` and `evaluate`."""
+"""What losses divide by, and what `fit` logs. docs/explanation/exactness.md: "What a part counts for"."""

@@ -1,7 +1,4 @@
-"""`Divider`: a component that divides batches into parts, and its errors for models whose batches can't be divided.
-
-A loss's *normalizer* is what it is divided by.
-"""
+"""`Divider`: what errors say of a component that divides batches. A loss's *divisor* is what it is divided by."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,14 +15,14 @@ INSTEAD_OF_WINDOWS = (
 
 
 class IndivisibleError(ValueError):
-    """The gradients of parts of a batch can't be combined into the batch's gradient, as their weights are unknown."""
+    """The gradients of parts can't be combined into the batch's gradient. The message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divider:
-    """Describes a component that divides batches into parts. It is all that the engine knows of the component.
+    """Describes a component that divides batches into parts: all that the engine knows of the component.
 
-    Advice goes into errors as it stands: a sentence, or a clause without a period.
+    Errors quote the advice below, which is sentences, or clauses without a period.
 
     Attributes:
         configured_by: The call that takes a `weighting`.
@@ -51,7 +48,6 @@ class Divider:
 
     @property
     def anyway(self) -> str:
-        """Advice for training anyway, if there is a way."""
         return f"To train anyway, {self.to_train_anyway}." if self.to_train_anyway else ""
 
     @property
@@ -68,7 +64,7 @@ class Divider:
     def of_train_step(self, model: keras.Model) -> str:
         """The error for a custom `train_step`, which the divider doesn't divide."""
         return (
-            f"{type(model).__name__} defines its own train_step, so the normalizer of its loss is unknown, and parts "
+            f"{type(model).__name__} defines its own train_step, so the divisor of its loss is unknown, and parts "
             "of a batch with different sizes or weights would bias the gradient. If all parts have the same size and "
             f"weights, {self.for_equal_parts}; otherwise move what train_step does into compute_loss."
         )
@@ -81,7 +77,7 @@ def layers_of_batch_statistics(model: keras.Model) -> list[keras.layers.BatchNor
 
 
 def count_layers(layers: Sequence[keras.layers.BatchNormalization], verb: str) -> str:
-    """The number of layers, as the subject of a sentence: a model has dozens."""
+    """The number of layers and a verb, to begin a sentence. A model has dozens of these layers."""
     return f"{len(layers)} BatchNormalization layer{'s' * (len(layers) > 1)} {verb}{'s' * (len(layers) == 1)}"
 
 

@@ -1,4 +1,4 @@
-"""The divisors of losses: what a sum over elements is divided by, as Keras's losses say or as `weighting` states."""
+"""What a loss divides its sum over elements by, as Keras's losses say or as `weighting` states."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,22 +11,22 @@ from keras_paragrad.compat.types import LossArguments, Scalar, Structure
 from keras_paragrad.engine.batches.replica_batch import rows_of
 from keras_paragrad.engine.losses.terms import LossTerm
 
-# Identifies what a divisor counts: a word, and the `id`s of the tensors that it is computed from.
+# Identifies what a divisor counts: a word, and the `id`s of the counted tensors.
 DivisorKey = tuple[Any, ...]
 SUM = ("sum",)
 SIZE = ("size",)
-# A weight that rounding removes beside any other.
+# A weight so small that rounding removes it beside any other weight.
 _LEAST = 1e-25
 
 
-class Normalizer(NamedTuple):
-    """The divisor of a loss, and so the weight of its gradient in a sum.
+class Divisor(NamedTuple):
+    """What a loss is divided by, and so the weight of its gradient in a sum.
 
     Attributes:
         value: The divisor d, a float32 scalar. The gradient of two micro-batches together is
             (d1 * g1 + d2 * g2) / (d1 + d2).
         summed: Whether the loss is a sum, so that gradients are summed.
-        stated: The user's `weighting`, or `None` if it follows from the compiled losses.
+        stated: The user's `weighting`, or `None` if the divisor follows from the compiled losses.
     """
 
     value: tf.Tensor
@@ -34,8 +34,8 @@ class Normalizer(NamedTuple):
     stated: str | None = None
 
     @property
-    def never_zero(self) -> "Normalizer":
-        """The normalizer, with a tiny value in place of 0: regularizers count even if each part of an update has 0."""
+    def never_zero(self) -> "Divisor":
+        """The divisor, or a tiny one in place of 0. So regularizers count even if all parts of an update have 0."""
         return self._replace(value=tf.where(self.value == 0, _LEAST, self.value))
 
 
@@ -44,18 +44,18 @@ class UnknownDivisorError(ValueError):
 
 
 def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
-    """A key and the divisor, a float32 scalar, of one loss; 1 for a sum.
+    """A key, and the divisor of one loss as a float32 scalar; 1 for a sum.
 
-    Keys are equal for two terms if their divisors are proportional: `SUM` for a loss that is not divided, and `SIZE`
-    for one that is divided by a fixed multiple of the rows.
+    Two terms of equal keys have proportional divisors. `SUM` is the key of losses that aren't divided, and `SIZE` that
+    of losses divided by a fixed multiple of the number of rows.
     """
     if term.reduces_itself:
-        raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")
+        raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its divisor is unknown.")
     values = term.values
-    # Even with reduction "sum": the one number may be a mean over the batch.
+    # This includes reduction "sum", as the one number may be a mean over the batch.
     if values.shape.rank == 0:
         raise UnknownDivisorError(
-            f"The loss {term.loss.name!r} returns one number for the whole batch, so its normalizer is unknown. Let it "
+            f"The loss {term.loss.name!r} returns one number for the whole batch, so its divisor is unknown. Let it "
             "return one value per example."
         )
     if term.is_sum:
@@ -66,7 +66,7 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
         return ("weights", id(term.sample_weight), *map(id, term.masks)), weights
     if term.mask is not None:
         return ("mask", *map(id, term.masks)), size * tf.reduce_mean(tf.cast(term.mask, "float32"))
-    # Rows of unknown size may have other sizes in another part, so the divisor is no fixed multiple of the rows.
+    # Rows of unknown size may be longer in another part, so the divisor is no fixed multiple of their number.
     inner = values.shape[1:]
     return SIZE if inner.is_fully_defined() else ("size", id(values)), size
 
@@ -78,7 +78,7 @@ DivisorFunction = Callable[[Structure, Structure, Structure, Structure], Scalar]
 
 
 class Weighting(NamedTuple):
-    """The divisor of a loss, which is the weight of a part's gradient in the batch's gradient.
+    """A rule for the divisor of a loss, as the user states it with `weighting`.
 
     Attributes:
         name: `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`, or the name of a function.
@@ -88,10 +88,10 @@ class Weighting(NamedTuple):
     name: str
     divisor: Callable[[LossArguments], tf.Tensor] | None
 
-    def normalizer(self, arguments: LossArguments) -> Normalizer:
+    def of_part(self, arguments: LossArguments) -> Divisor:
         if self.divisor is None:
-            return Normalizer(tf.constant(1.0), summed=True, stated=self.name)
-        return Normalizer(self.divisor(arguments), stated=self.name)
+            return Divisor(tf.constant(1.0), summed=True, stated=self.name)
+        return Divisor(self.divisor(arguments), stated=self.name)
 
     @property
     def argument(self) -> str:

@@ -1,4 +1,4 @@
-"""The classes of Keras that are known to compute each row by itself."""
+"""Knows which of Keras's classes compute each row by itself, and need no proof."""
 
 import types
 
@@ -24,7 +24,7 @@ _MIXING_LOSSES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
 
 
 def computes_rows_independently(model: keras.layers.Layer) -> bool:
-    """Whether a model is Sequential or Functional, and all its layers are Keras's and known to compute row by row."""
+    """Whether a model is Sequential or Functional, of Keras's layers known to compute row by row."""
     layers = [model, *all_layers(model)]
     operations = [operation for layer in layers for operation in getattr(layer, "operations", ())]
     nodes = [node for operation in operations for node in operation._inbound_nodes]
@@ -47,13 +47,13 @@ def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metr
 
 
 def has_losses_per_example(model: keras.Model) -> bool:
-    """Whether all compiled losses (they must be built) are Keras's own and compare no examples."""
+    """Whether all compiled losses, which must be built, are Keras's own and compare no examples."""
     losses = model._compile_loss._flat_losses if model._compile_loss else ()
     return all(output_loss.loss is None or has_value_per_example(output_loss.loss) for output_loss in losses)
 
 
 def is_keras_own(model: keras.Model) -> bool:
-    """Whether a model's layers, losses (they must be built) and step are all Keras's, known to compute row by row."""
+    """Whether layers, losses and step are Keras's, known to compute row by row. The losses must be built."""
     return (
         not (overrides_compute_loss(model) or overrides_train_step(model))
         and computes_rows_independently(model)
@@ -62,14 +62,14 @@ def is_keras_own(model: keras.Model) -> bool:
 
 
 def is_kerass_own_metric(metric: object) -> bool:
-    """Whether a metric, as passed to `compile`, is Keras's own and computes a value for each example."""
+    """Whether a metric that was passed to `compile` is Keras's, with a value for each example."""
     if isinstance(metric, str):
         return keras.saving.get_registered_object(metric) is None
     return has_value_per_example(metric) if isinstance(metric, keras.metrics.Metric) else _is_keras(metric)
 
 
 def metrics_are_known(model: keras.Model) -> bool:
-    """Whether a compiled model's metrics are all Keras's own, which add up over parts of a batch."""
+    """Whether all compiled metrics are Keras's own, and so can be added over parts of a batch."""
     if not has_metrics(model):
         return True
     compiled = model._compile_config.config
@@ -103,7 +103,7 @@ def _is_row_wise(operation: keras.Operation) -> bool:
 
 
 def _keeps_rows(equation: str) -> bool:
-    """Whether an einsum of inputs and a kernel keeps the first axis of the inputs, which the kernel doesn't have."""
+    """Whether an einsum of inputs and a kernel computes each row of the inputs by itself."""
     inputs, kernel, output = equation.replace("->", ",").split(",")
     return inputs[0] == output[0] and inputs[0] not in kernel.replace(".", "")
 

@@ -1,4 +1,4 @@
-"""The logs of Keras's step: metrics of parts of a batch, and over several replicas."""
+"""The losses and metrics that Keras's step logs, from parts of a batch and from several replicas."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from keras_paragrad.compat.model import overrides_compute_loss
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import LossArguments, Scalar, StepLogs
 from keras_paragrad.compat.variables import SavedVariables
-from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, divisor_of
+from keras_paragrad.engine.losses.divisors import SIZE, SUM, Divisor, UnknownDivisorError, divisor_of
 from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
 
 
@@ -19,10 +19,10 @@ class LossForm(NamedTuple):
     """How to read the `LossSums` of a batch; the same for all its parts.
 
     Attributes:
-        factors: The weight of each output's loss in the total, to which the first numerator is added: a number, or a
-            variable of the user's, whose value is read where the total is computed.
+        factors: The weight of each output's loss in the total: a number, or a variable of the user's, which is read
+            where the total is computed.
         called: For each output, whether its loss was computed.
-        by_rows: For each output, whether Keras's tracker of its loss counts rows instead of batches.
+        by_rows: For each output, whether Keras's tracker of the loss counts rows instead of batches.
         proportional: Whether every loss is divided by a fixed multiple of the rows.
     """
 
@@ -36,8 +36,8 @@ class LossSums(NamedTuple):
     """The losses of a part of a batch, which can be summed over parts.
 
     Attributes:
-        vector: Numerators, divisors and rows. The first numerator is for the part of the total that isn't an output's
-            loss, the others are for the outputs' losses. The divisor of a sum is 0.
+        vector: [n_0, n_1, ..., d_0, d_1, ..., rows]: numerators, divisors, and the number of rows. The loss of output i
+            is n_i / d_i, or n_i if d_i = 0. The rest of the total, such as regularizers, is n_0 / d_0.
         form: How to read the vector.
     """
 
@@ -51,7 +51,7 @@ class LossSums(NamedTuple):
         return self._replace(vector=tf.where(nonempty, self.vector, tf.zeros_like(self.vector)))
 
     def of_some_rows(self, rows: tf.Tensor) -> "LossSums":
-        """The sums if only `rows` rows have a weight; losses are means over rows, or sums."""
+        """The sums if only `rows` rows have a weight. Losses must be means over rows, or sums."""
         entries = 1 + len(self.form.factors)
         first, others, divisors, total = tf.split(self.vector, [1, entries - 1, entries, 1])
         share = tf.math.divide_no_nan(tf.cast(rows, total.dtype), total)
@@ -66,7 +66,7 @@ def outputs_of(model: keras.Model) -> int:
 
 
 def total_losses(vector: tf.Tensor, form: LossForm) -> tuple[tf.Tensor, tf.Tensor]:
-    """The total and each output's loss, and the number of examples, from the sums over all parts of a batch."""
+    """The vector of total loss and outputs' losses, and the number of examples, from sums over all parts."""
     entries = 1 + len(form.factors)
     numerators, divisors, rows = tf.split(vector, [entries, entries, 1])
     values = tf.where(divisors == 0, numerators, tf.math.divide_no_nan(numerators, divisors))
@@ -80,13 +80,13 @@ def loss_sums(
     loss: tf.Tensor,
     terms: Sequence[LossTerm],
     rows: tf.Tensor,
-    weight: Normalizer | None = None,
+    weight: Divisor | None = None,
     *,
     divided: bool = False,
 ) -> LossSums:
-    """The losses of a part of a batch as sums, from the result of `compute_loss` and the calls of its compiled losses.
+    """The losses of a part as sums, from `compute_loss` and the compiled losses' terms.
 
-    The loss is weighted by `weight`, if the user states it, or else by the rows. `divided` says whether Keras divided
+    A stated `weight` weights the total loss, or else the number of rows does. `divided` says whether Keras has divided
     the losses by the number of replicas.
     """
     dtype = model._loss_tracker.dtype
@@ -96,7 +96,7 @@ def loss_sums(
     outputs = _Outputs(model, terms, divisor, divided, dtype)
     value = _mean(loss, dtype)
     summed = stated is not None and stated.summed
-    # Whether the total follows from the outputs' losses, so that only the rest has to be summed with it.
+    # Whether the total is the weighted sum of the outputs' losses, and a rest.
     composed = outputs.known and (stated is None or summed) and not overrides_compute_loss(model)
     if composed:
         # The rest is weight regularizers, which are the same for every part, and losses that layers add.
@@ -117,10 +117,10 @@ def loss_sums(
 
 
 class _Outputs:
-    """The numerators and divisors of a model's compiled losses, in the order of its outputs.
+    """The numerators and divisors of a model's compiled losses, in the order of the outputs.
 
-    `unknown` replaces unknown divisors; `known` says whether there are none. `weighted` has the losses times their
-    factors. For the other attributes, see `LossForm`.
+    `unknown` is used in place of divisors that aren't known, and `known` says whether all are. `weighted` has the
+    losses times their factors. For the other attributes, see `LossForm`.
     """
 
     def __init__(self, model: keras.Model, terms: Sequence[LossTerm], unknown: tf.Tensor, divided: bool, dtype: str):
@@ -132,9 +132,9 @@ class _Outputs:
         self.numerators, self.divisors = [zero] * count, [zero] * count
         self.weighted: list[tf.Tensor] = []
         self.known = self.proportional = True
-        for position, term in enumerate(terms):
-            # A custom `compute_loss` may call the compiled losses several times: their mean is logged.
-            index = position % count
+        for call, term in enumerate(terms):
+            # A custom `compute_loss` may call the compiled losses several times. The mean over the calls is logged.
+            index = call % count
             value = _mean(term.result, dtype)
             self.weighted.append(value * tf.cast(self.factors[index], dtype))
             self.called[index] = True
@@ -146,9 +146,9 @@ class _Outputs:
             self.divisors[index] += zero if divisor is None else divisor
 
     def _divisor(self, term: LossTerm, unknown: tf.Tensor, dtype: str) -> tuple[bool, tf.Tensor | None]:
-        """Whether Keras may have divided the result by the number of replicas, and its divisor, or `None` for a sum."""
+        """Whether Keras divides the loss by the number of replicas. Also its divisor, or `None` for a sum."""
         if term.result.shape.rank != 0:
-            # Not reduced. Keras logs the mean of the elements.
+            # The loss isn't reduced. Keras logs the mean of its elements.
             return False, tf.cast(tf.size(term.result), dtype)
         try:
             kind, divisor = divisor_of(term)
@@ -164,7 +164,7 @@ def _mean(loss: tf.Tensor, dtype: str) -> tf.Tensor:
 
 
 class LossWindow(SavedVariables):
-    """The sums of the micro-batches since the last update, which together are one batch; made in the model's scope."""
+    """The `LossSums` of the micro-batches since the last update, as a variable; made in the model's scope."""
 
     def __init__(self, model: keras.Model):
         super().__init__()
@@ -175,12 +175,12 @@ class LossWindow(SavedVariables):
 
 
 class TrackedLosses:
-    """Adds the losses of a batch to Keras's loss trackers, within a step, on each replica; `part` is to be all-reduced.
+    """Adds the losses of a batch to Keras's loss trackers, within a step, on each replica.
 
-    Keras weights a batch's `loss` by its rows. The tracker of an output's loss weights all batches the same, unless the
-    model runs eagerly or the loss is not reduced. `window` holds the losses of the micro-batches so far, if gradients
-    are accumulated, and `ends` says whether this one ends the window. If `same`, every replica has the sums of the
-    whole batch, and the sums of the first replica count, so that nothing is rounded.
+    `part` is this replica's vector, to be summed over the replicas. Keras weights a batch's `loss` by its rows. The
+    tracker of an output's loss weights all batches the same, unless the model runs eagerly or the loss is not reduced.
+    If gradients are accumulated, `window` holds the losses of the micro-batches so far, and `ends` says whether this
+    micro-batch is the last. If all replicas have the `same` sums, of the whole batch, only the first replica's count.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class TrackedLosses:
             self.add(sum_over_replicas([self.part])[0])
 
     def add(self, total: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Adds the sum of all replicas' `part` to the trackers; returns the variables with their increments."""
+        """Adds the sum of all replicas' `part` to the trackers. Returns the variables with their increments."""
         return self._add(total, replica_count())
 
     @property
@@ -222,7 +222,7 @@ class TrackedLosses:
         return [self.model._loss_tracker, *(self.model._compile_loss.metrics if self.model._compile_loss else ())]
 
     def _add(self, total: tf.Tensor, replicas: int) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Adds a `part`, or a sum of parts, to the trackers on each of `replicas` replicas that share it.
+        """Adds the sum over `replicas` replicas, of which each adds its share to its trackers.
 
         Leaves out what earlier micro-batches of the window have added.
         """
@@ -251,7 +251,7 @@ class TrackedLosses:
         return total if replica_index() == 0 else tf.zeros_like(total)
 
 
-# The names of the logs that a custom `compute_metrics` returned for the part of a batch that was traced last.
+# The names of the logs that a custom `compute_metrics` has returned in the last trace.
 _SHOWN = Slot[tuple[str, ...] | None]("shown_metrics", None)
 
 
@@ -266,11 +266,11 @@ def overrides_compute_metrics(model: keras.Model) -> bool:
 
 
 def update_metrics(model: keras.Model, batch: LossArguments) -> None:
-    """Updates a model's metrics with a part of a batch, for `metrics_result` after the last part.
+    """Updates a model's metrics with a part of a batch; `metrics_result` reads them after the last part.
 
     Refuses a custom `compute_metrics` that returns names that `get_metrics_result` doesn't.
     """
-    # Keras divides a loss that is a metric, or that a metric calls, by the number of replicas.
+    # Elsewhere, Keras divides losses that are metrics, or that metrics call, by the number of replicas.
     with as_one_replica():
         computed = model.compute_metrics(**batch)
     if not overrides_compute_metrics(model):
@@ -287,16 +287,16 @@ def update_metrics(model: keras.Model, batch: LossArguments) -> None:
 
 
 def metrics_result(model: keras.Model) -> StepLogs:
-    """The result of `get_metrics_result`, without logs that a custom `compute_metrics` left out for the last part."""
+    """The result of `get_metrics_result`, without logs that a custom `compute_metrics` leaves out."""
     results, shown = model.get_metrics_result(), _SHOWN.of(model)
     return results if shown is None else {name: results[name] for name in shown}
 
 
 class AllReducedResults:
-    """The model's metrics over the examples of all replicas: all-reduces their states, and the `losses`, if any.
+    """The model's metrics, and `losses` if given, over the examples of all replicas.
 
-    Keras averages the replicas' results, which is right only if all had the same number of examples. `parts` are the
-    tensors to all-reduce: a vector for each dtype, and the losses.
+    Keras averages the replicas' results, which is right only if all replicas have the same number of examples. Here
+    states are summed. `parts` are the tensors to sum over replicas: a vector of states for each dtype, and the losses.
     """
 
     def __init__(self, model: keras.Model, losses: TrackedLosses | None = None):
@@ -312,7 +312,7 @@ class AllReducedResults:
     def results(self, sums: Sequence[tf.Tensor]) -> StepLogs:
         """The result of `metrics_result` for the all-reduced `parts`."""
         state = {}
-        # The last sum is the losses', if any.
+        # If there are `losses`, the last sum is theirs.
         for group, total in zip(self._groups, sums, strict=False):
             pieces = tf.split(total, [variable.shape.num_elements() for variable in group])
             state |= {

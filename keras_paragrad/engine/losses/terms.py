@@ -1,4 +1,4 @@
-"""Records the terms of a compiled loss, one for each call of an output's loss, as the model computes them."""
+"""Records the terms of a compiled loss as the model computes them. A term is a call of an output's loss."""
 
 import contextlib
 import dataclasses
@@ -68,7 +68,7 @@ class LossTerm:
 
     @functools.cached_property
     def mask(self) -> tf.Tensor | None:
-        """Selects the values that count; all do, if `None`."""
+        """Selects the values that count; `None` if all count."""
         return functools.reduce(tf.logical_and, self.masks) if self.masks else None
 
     @property
@@ -89,13 +89,13 @@ def is_summed(model: keras.Model) -> bool:
 
 
 def loss_weights_of(model: keras.Model) -> list[Any]:
-    """The weight of each compiled loss, once they are built: a number, or a variable that training may change."""
+    """The weights of the compiled losses, once built: numbers, or variables that training may change."""
     flat = model._compile_loss._flat_losses
     return [1.0 if loss.loss_weights is None else loss.loss_weights for loss in flat]
 
 
 class _Listener(NamedTuple):
-    """What one `recorded_terms` context asks for, on one replica."""
+    """An open `recorded_terms` context: its replica, its list, and whether trackers are left alone."""
 
     replica: int
     terms: list[LossTerm]
@@ -103,9 +103,9 @@ class _Listener(NamedTuple):
 
 
 class _Recordings(MethodPatch):
-    """Makes a compiled loss's losses and trackers inform the listeners on this replica.
+    """Patches a compiled loss so that this replica's listeners get its terms.
 
-    The traces of replicas may be interleaved, and each records its own terms.
+    The traces of replicas may be interleaved. Each records its own terms.
     """
 
     def __init__(self, compiled: Any):
@@ -159,7 +159,7 @@ class _Recording:
             result = self.loss(y_true, y_pred, sample_weight)
         term = LossTerm(self.loss, y_true, y_pred, sample_weight, result)
         if len(values) == 1 and not term.reduces_itself:
-            # Computed again, the loss would be traced twice.
+            # Keeps the values, so that the loss isn't traced twice.
             term.computed = tf.convert_to_tensor(values[0])
         for listener in self.recordings.listeners_here:
             listener.terms.append(term)
@@ -181,7 +181,7 @@ class _NotedCall:
 def _noted_values(loss: keras.losses.Loss) -> Generator[list[Any]]:
     """Context in which a loss appends the results of its `call` to the yielded list."""
     call: Any = loss.call
-    # Another replica's call, whose trace waits for this one.
+    # The traces of replicas are interleaved: this may be the recorder of another replica, which waits for this one.
     noted = _NotedCall(call.call if isinstance(call, _NotedCall) else call)
     replaced = vars(loss).get("call")
     vars(loss)["call"] = noted
@@ -199,7 +199,7 @@ def recorded_terms(model: keras.Model, *, untracked: bool = False) -> Generator[
     """Context in which `model.compute_loss` appends the terms of the compiled loss to the yielded list.
 
     Several contexts may be open at a time, and close in any order. If `untracked`, Keras's trackers of outputs' losses
-    ignore these losses.
+    aren't updated.
     """
     check_internals("models")
     terms: list[LossTerm] = []
@@ -232,7 +232,7 @@ class ComputedLoss(NamedTuple):
 def compute_loss(
     model: keras.Model, data: Batch, *, y_pred: Structure = None, training: bool = True, untracked: bool = True
 ) -> ComputedLoss:
-    """Computes the loss of a batch, or of its outputs if given, as Keras does; `untracked` as in `recorded_terms`."""
+    """Computes the loss of a batch, or of its outputs `y_pred`, as Keras does. `untracked`: see `recorded_terms`."""
     arguments = arguments_of(data, y_pred)
     if y_pred is None:
         arguments["y_pred"] = call_model(model, arguments["x"], training=training)

@@ -1,1 +1,1 @@
-"""Variables, batches and steps on a mesh of devices."""
+"""Runs steps on a mesh of devices, by DTensor. docs/guides/mesh.md explains meshes."""

@@ -1,6 +1,6 @@
 """Traces steps for a mesh: applies layouts to outputs, unrolls loops, and explains DTensor's errors.
 
-Operations that DTensor lacks or computes wrong are replaced by equivalent ones: functions of the same signature, which
+Operations that DTensor lacks or computes wrong are replaced by equivalents: functions of the same signature, which
 return `None` to keep the original. To *pin* a tensor is to divide it among the devices by rows only.
 """
 
@@ -26,7 +26,7 @@ from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
 
 class OutputLayouts:
-    """Wraps a Keras distribution, and records in `requested` the paths of the outputs whose layouts Keras asks for."""
+    """Wraps a Keras distribution. `requested` collects the paths of outputs whose layouts Keras has looked up."""
 
     def __init__(self, distribution: keras.distribution.ModelParallel):
         self._distribution = distribution
@@ -48,7 +48,7 @@ def layout_keys(distribution: keras.distribution.ModelParallel) -> list[str]:
 
 @contextlib.contextmanager
 def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[None]:
-    """Context in which a step for a mesh is traced; refuses operations that DTensor can't run, by the layer's name."""
+    """Context in which a step for a mesh is traced. Refuses operations that DTensor can't run, and names the layer."""
     with (
         _distribution_set(outputs),
         _with_own_attributes(model),
@@ -74,7 +74,7 @@ def _distribution_set(distribution: keras.distribution.ModelParallel) -> Generat
 
 
 def install_distribute_tensor() -> None:
-    """Adds functions missing in Keras's TensorFlow backend: layouts of outputs; before Keras 3.15, process counts."""
+    """Adds functions that Keras's TensorFlow backend lacks: output layouts, and before Keras 3.15 process counts."""
     lacking = {"distribute_tensor": _distribute_tensor, "num_processes": lambda: 1, "process_id": lambda: 0}
     for name, function in lacking.items():
         vars(distribution_lib).setdefault(name, function)
@@ -98,9 +98,9 @@ def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:
 
 @contextlib.contextmanager
 def _with_own_attributes(model: keras.Model) -> Generator[None]:
-    """Context in which recurrent layers unroll their loops, which DTensor can't run, and layers' arrays are constants.
+    """Context in which recurrent layers unroll their loops, and eager tensors in layers are constants.
 
-    A step on a mesh can't capture tensors, such as means and variances.
+    DTensor can't run loops. A step on a mesh can't capture tensors, such as the mean of a Normalization layer.
     """
     with contextlib.ExitStack() as stack:
         for layer in all_layers(model):
@@ -117,7 +117,7 @@ def _is_array(value: object) -> bool:
     return isinstance(value, tf.Tensor) and hasattr(value, "numpy") and bool(value.shape.rank)
 
 
-# DTensor has no rule for these; some of them end the process.
+# DTensor has no rule for these operations. Some of them end the process.
 _UNSUPPORTED = re.compile(
     r"While|StatelessWhile|TensorList\w*|TensorArray\w*|AvgPool3?D?Grad|DepthwiseConv2dNativeBackprop\w+|Reverse(V2)?|"
     r"ReverseSequence|Roll|EagerPyFunc|PyFunc\w*"
@@ -129,7 +129,7 @@ _OPERATION = re.compile(r"\btf\.([A-Z]\w+)")
 def explaining_errors(model: keras.Model) -> Generator[None]:
     """Context that replaces DTensor's errors by ones that name the layer and the fix.
 
-    DTensor has no rule for an operation, or for the layout of its inputs, or makes a graph that can't run.
+    It covers operations and layouts for which DTensor has no rule, and graphs that can't run.
     """
     try:
         yield
@@ -143,7 +143,7 @@ def explaining_errors(model: keras.Model) -> Generator[None]:
                 'DistributedFit("mirrored", shard="parameters").'
             ) from error
         if "dtensor" not in message or "collective ops is aborted" in message:
-            # Another error, such as a lost worker.
+            # This is another error, such as a lost worker.
             raise
         operations = _OPERATION.findall(error.message)
         layer = _layer_of(model, error.message)
@@ -155,7 +155,7 @@ def explaining_errors(model: keras.Model) -> Generator[None]:
 
 
 def _refusal(model: keras.Model, operation: str, layer: str | None) -> str:
-    """The error for an operation that DTensor can't run, without a period; `layer` is `None` if it isn't known."""
+    """The error for an operation that DTensor can't run, without a period. `layer` is a name, if known."""
     where = f"The layer {layer!r}" if layer else f"The model {model.name!r}"
     return (
         f"{where} needs the operation {operation}, for which TensorFlow has no rule on a mesh, or none for how its "
@@ -165,9 +165,9 @@ def _refusal(model: keras.Model, operation: str, layer: str | None) -> str:
 
 
 def _layer_of(model: keras.Model, text: str) -> str | None:
-    """The innermost layer whose name scope is in a text, such as an operation's name or an error; or `None`."""
+    """The innermost layer whose name is in an operation's name or in an error, or `None`."""
     words = set(re.split(r"[^\w.-]+", text))
-    # TensorFlow numbers scopes of the same name.
+    # TensorFlow appends numbers to scopes of the same name.
     words |= {re.sub(r"_\d+$", "", word) for word in words}
     return next((layer.name for layer in reversed(all_layers(model)) if layer.name in words), None)
 
@@ -194,10 +194,9 @@ def strided_slice(
     shrink_axis_mask: int = 0,
     name: str | None = None,
 ) -> tf.Tensor | None:
-    """`tf.strided_slice` with the indexed axes kept, then squeezed.
+    """`tf.strided_slice` that keeps indexed axes, and then squeezes them; `None` without such axes or static indices.
 
-    Otherwise DTensor confuses which remaining axis is divided. `None` if no axis is indexed, or if indices aren't
-    static.
+    If the operation drops axes itself, DTensor mixes up which of the others is divided.
     """
     if not shrink_axis_mask or ellipsis_mask or new_axis_mask:
         return None
@@ -212,21 +211,21 @@ def strided_slice(
 
 
 def _reverse(tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """Reverses an axis of static size by a gather, and its gradient too: that of `tf.gather` would scatter."""
+    """Reverses an axis of static size by a gather, and so its gradient, where that of `tf.gather` would scatter."""
     axis %= len(tensor.shape)
     size: Any = tensor.shape[axis]
     order = np.arange(size, dtype="int32")[::-1]
 
     @tf.custom_gradient
     def reversed_(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        return _take(tensor, axis, order), lambda cotangent: _take(cotangent, axis, order)
+        return _reorder(tensor, axis, order), lambda cotangent: _reorder(cotangent, axis, order)
 
     result: Any = reversed_(tensor)
     return result
 
 
-def _take(tensor: tf.Tensor, axis: int, order: np.ndarray) -> tf.Tensor:
-    """Gathers a tensor in another order along an axis; each device gets all rows first if it is the axis of rows."""
+def _reorder(tensor: tf.Tensor, axis: int, order: np.ndarray) -> tf.Tensor:
+    """Puts a tensor in another order along an axis. To reorder rows, each device first gets all of them."""
     exchange = axis == 0 and computing_on_mesh()
     local = relayout(tensor, (None,) * len(tensor.shape)) if exchange else pin_on_mesh(tensor)
     return pin_on_mesh(tf.gather(local, order, axis=axis))
@@ -243,7 +242,7 @@ EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., tf.Tensor | None]], ...]
 def _compute(
     equivalent: Callable[..., tf.Tensor | None], _: bool, plain: Callable[..., tf.Tensor], *args: Any, **kwargs: Any
 ) -> tf.Tensor:
-    """Computes an equivalent on a mesh, and the plain operation elsewhere, or where the equivalent returns `None`."""
+    """Computes an equivalent on a mesh, or the plain operation, also if the equivalent returns `None`."""
     result = equivalent(*args, **kwargs) if computing_on_mesh() else None
     return plain(*args, **kwargs) if result is None else result
 
@@ -253,7 +252,7 @@ _PATCH = ProcessPatch[bool](
 )
 
 
-# DTensor computes these correctly for any layout, so a Dense layer can consume outputs divided by units.
+# DTensor computes these layers correctly for any layout, so a Dense layer may get outputs divided by units.
 _UNPINNED = (
     keras.layers.Dense,
     keras.layers.Activation,
@@ -263,12 +262,12 @@ _UNPINNED = (
     keras.layers.Dropout,
     keras.layers.Identity,
 )
-# Layers in these are not pinned: attention keeps heads divided, and cells compute with whole weights.
+# Layers inside of these layers are not pinned: attention keeps heads divided, and cells compute with whole weights.
 _PINNED_AS_A_WHOLE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, keras.layers.RNN)
 
 
 class TracedRows(threading.local):
-    """The number of rows in the batch for which this thread traces a step, and the mesh axis that divides them."""
+    """The number of rows for which this thread traces a step, and the mesh axis that divides them."""
 
     count: int = 0
     axis: str | None = None
@@ -291,7 +290,7 @@ def pinning_between_layers(model: keras.Model) -> Generator[None]:
         if isinstance(layer, _PINNED_AS_A_WHOLE)
         for descendant in _descendants(layer)
     }
-    # For example TimeDistributed, which stacks its layer's outputs.
+    # A wrapper may combine its layer's outputs: TimeDistributed stacks them. So the layer is pinned.
     wrapped = {id(layer.layer) for layer in layers if isinstance(layer, keras.layers.Wrapper)}
     unpinned = {id(layer) for layer in layers if type(layer) in _UNPINNED} - wrapped
     pinned = [layer for layer in layers if id(layer) not in inside | unpinned and not isinstance(layer, keras.Model)]
@@ -328,7 +327,7 @@ def _pin_call(call: Callable[..., Structure]) -> Callable[..., Structure]:
 
 
 def pin(tensor: object) -> Any:
-    """Divides a tensor by rows if it has as many rows as the batch; otherwise makes it whole on each device."""
+    """Divides a tensor by rows, if it has as many as the batch. Otherwise makes it whole on each device."""
     if not isinstance(tensor, tf.Tensor) or tensor.shape.rank in (None, 0) or tensor.dtype in (tf.resource, tf.variant):
         return tensor
     axes = (ROWS.axis if tensor.shape[0] == ROWS.count else None, *[None] * (len(tensor.shape) - 1))

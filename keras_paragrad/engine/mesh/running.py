@@ -1,4 +1,8 @@
-"""Runs a model's steps on a mesh: moves its variables there, and each batch."""
+"""Runs a model's steps on a mesh: moves the variables there once, and each batch.
+
+for each batch: divide it by rows, run the compiled step by DTensor, gather the logs
+before the first step: build the model, move its variables, and compare the gradient with one device's
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +45,7 @@ from keras_paragrad.storage.model_variables import (
 )
 from keras_paragrad.storage.storage import storage_of
 
-# The mesh axes that divide a variable's dimensions, and whether steps read it whole on each device.
+# For a variable, the mesh axes that divide its dimensions, and whether steps read it whole on each device.
 Placement = tuple[Axes, bool]
 
 
@@ -91,7 +95,7 @@ def _mesh_variable_of(variable: keras.Variable) -> MeshVariable | None:
 
 
 def _owner_of(slot: keras.Variable, by_name: dict[str, keras.Variable]) -> keras.Variable | None:
-    """The variable to which an optimizer's slot belongs, if they have the same shape."""
+    """The variable to which an optimizer's slot belongs, if both have the same shape."""
     # Keras names a slot after its variable.
     owner = next((by_name[stem] for stem in name_stems(slot.name) if stem in by_name), None)
     return owner if owner is not None and tuple(owner.shape) == tuple(slot.shape) else None
@@ -106,16 +110,17 @@ def variables_on_mesh(model: keras.Model) -> Iterator[tuple[keras.Variable, Mesh
             yield variable, storage
 
 
-# Stages that have not been tested against one device.
+# Stages that haven't been compared with one device.
 _UNTESTED = ("split", "transform", "observe", "present")
 _METHODS = ("make_test_function", "make_predict_function")
 
 
 class ModelOnMesh:
-    """Fills the *mesh* stage: moves batches to a mesh, divided by rows along `batch_axis`, and results of a step back.
+    """Fills the *mesh* stage: moves batches to a mesh, and the results of a step back.
 
-    `place` maps one of the model's variables to its placement, and `tracing` makes the context in which to trace a
-    step. `check` gets the first training batch and this object, when the variables are on the mesh.
+    `batch_axis` is the mesh axis that divides rows. `place` maps a variable of the model to its placement, and
+    `tracing` makes the context in which to trace a step. `check` gets the first training batch and this object, when
+    the variables are on the mesh.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class ModelOnMesh:
         put_on_mesh(self.model, self.mesh, self.place)
 
     def wrap(self, step: Step) -> Step:
-        """Makes a compiled training step run on the mesh, with batches from the host; refuses untested stages."""
+        """Makes a compiled training step run on the mesh, with batches from the host. Refuses untested stages."""
         stages = StepBuilder.of(self.model).stages
         name = next((stage for stage in _UNTESTED if getattr(stages, stage) is not None), None)
         if name:
@@ -172,13 +177,13 @@ class ModelOnMesh:
         return self._wrap(step, prepare)
 
     def _wrap(self, step: Callable[[Batch], Structure], prepare: Callable[[Batch], None]) -> Callable[[Batch], Any]:
-        """Moves batches to the mesh for a step, and its logs back; before the first, calls `prepare` with the batch."""
+        """Moves batches to the mesh for a step, and logs back. Calls `prepare` with the first batch."""
         ready = False
 
         def run(data: Batch) -> Structure:
             nonlocal ready
             if not ready:
-                # A step can't create variables on the mesh, such as metrics' variables.
+                # Metrics have to be built here, as a step can't create variables on the mesh.
                 build_from_data(self.model, data_batch=data)
                 StepBuilder.of(self.model).make_loss_window()
                 prepare(data)
@@ -188,17 +193,17 @@ class ModelOnMesh:
         return run
 
     def _run(self, function: Callable[[Batch], Structure], data: Batch) -> Structure:
-        """Runs a function on the mesh, on a batch from the host, and moves the results back."""
+        """Runs a function on the mesh for a batch from the host, and gathers the results."""
         batch = self.batch(data)
         with on_mesh(self.mesh), explaining_errors(self.model):
             results = function(batch)
         return keras.tree.map_structure(gather_dtensor, results)
 
     def batch(self, data: Batch) -> Batch:
-        """Moves a batch to the mesh, divided by rows; whole on each device if its size isn't divisible."""
+        """Moves a batch to the mesh, divided by rows. It stays whole if the axis doesn't divide their number."""
         rows = batch_rows(data)
         even = self.batch_axis is not None and rows and rows % axis_size(self.mesh, self.batch_axis) == 0
-        # Read by the trace of a step, if this batch causes one.
+        # If this batch causes a trace of the step, the trace reads these.
         ROWS.count, ROWS.axis = rows, self.batch_axis if even else None
 
         def put(leaf: tf.Tensor) -> tf.Tensor:
@@ -262,17 +267,17 @@ def _check_dense(leaf: Any) -> None:
 if TYPE_CHECKING:
     from keras_paragrad.engine.mesh.running import ModelOnMesh
 
-# Gradients smaller than this, relative to the largest, are rounding errors, such as an attention's key bias has.
+# Gradients smaller than this, relative to the largest, are rounding errors: an attention's key bias has such.
 _SMALL = 1e-3
 _TINY = 1e-30
 _ZERO = tf.UnconnectedGradients.ZERO
 
 
 def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
-    """The largest error of a variable's gradient on a mesh, without dropout, and the variable's path.
+    """The largest error of a variable's gradient on a mesh, and the variable's path. Computed without dropout.
 
-    The error is relative to the largest entry of the variable's gradient on one device, or, if that is smaller, to
-    `_SMALL` times the largest entry of all gradients.
+    The error is relative to the largest entry of the variable's gradient on one device, or to `_SMALL` times the
+    largest entry of all gradients, if that is larger.
     """
     variables = list(model.trainable_variables)
     if not variables:
@@ -284,10 +289,10 @@ def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh"
     batch = model_on_mesh.batch(data)
     with on_mesh(model_on_mesh.mesh), explaining_errors(model):
         actual = list(map(_to_numpy, function(batch)))
-    # Nothing can be said of a gradient that isn't finite on one device.
+    # Gradients that aren't finite on one device can't be compared.
     compared = [each for each in zip(variables, expected, actual, strict=True) if np.isfinite(each[1]).all()]
     least = _SMALL * max((_largest(theirs) for _, theirs, _ in compared), default=0.0)
-    # If the gradient is zero, any difference is too large; so is what isn't a number, which compares as no larger.
+    # Where one device has zeros, any difference is too large. So is NaN, which `max` might drop.
     errors = (
         (
             float(np.nan_to_num(_largest(ours - theirs), nan=np.inf)) / max(_largest(theirs), least, _TINY),
@@ -308,12 +313,12 @@ def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
 
 def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[keras.Variable]) -> list[tf.Tensor]:
     """Computes the gradients on the host, with the variables' values as arguments."""
-    # On the host, where the model was made.
+    # The model was made on the host.
     with tf.device("CPU:0"):
         variables = all_variables(model)
         indices = {id(variable): index for index, variable in enumerate(variables)}
 
-        # In a graph, as in `fit`: eagerly, Keras's layers lose some masks.
+        # Traced as in `fit`: in eager mode, Keras's layers lose some masks.
         @tf.function(autograph=False)
         def gradients(data: Batch, values: list[tf.Tensor]) -> list[tf.Tensor]:
             sources = [values[indices[id(variable)]] for variable in trainable]

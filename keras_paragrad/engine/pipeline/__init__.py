@@ -1,1 +1,1 @@
-"""The stages of a pipeline, each on its devices."""
+"""Runs the stages of a pipeline, each on its devices. docs/guides/pipeline.md explains pipelines."""

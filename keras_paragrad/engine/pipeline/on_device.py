@@ -1,6 +1,9 @@
 """Runs a stage of a pipeline on its devices, forward and backward.
 
-A stage runs a *part* of a Functional model, and may have several devices, on which micro-batches take turns.
+A stage runs a *part* of a Functional model: consecutive operations. Column c has device c of each stage.
+
+for micro-batch i = 0, 1, ...: for each stage: run its part on the device of column i modulo the number of columns
+each column reads copies of the stage's variables, which are made once per batch; gradients flow back to the variables
 """
 
 import contextlib
@@ -33,8 +36,8 @@ from keras_paragrad.engine.trials.trial import is_trial
 # Profiles attribute operations, and XLA's programs, to stages by these names.
 STAGE = "pipeline_stage_{stage}_column_{column}"
 _SCOPE = STAGE + "_micro_batch_{micro_batch}"
-# Maps the values of a part's inputs, by their index in the part, to the values of its outputs. Its argument
-# `operation_fn` maps each operation to what is called in its place.
+# Runs a part: maps the values of inputs, by index, to the values of outputs. The argument `operation_fn` maps each
+# operation to what is called in its place.
 Run = Callable[..., Tensors]
 _REMOTE_WEIGHT = (
     "its device is not the one that this micro-batch is computed on. Name one device for each stage, as in "
@@ -43,16 +46,15 @@ _REMOTE_WEIGHT = (
 
 
 class Columns:
-    """The current micro-batch, and the copies of variables that the batch's micro-batches share.
+    """The current micro-batch, and the copies of variables that a batch's micro-batches share.
 
-    A column has one device of each stage. A variable is on its stage's first device; each batch copies it once to the
-    devices of other columns.
+    A variable is on its stage's first device. Each batch copies it once to each of the stage's other devices.
     """
 
     def __init__(self):
-        # The index of the micro-batch that is being computed; its remainder is the column.
+        # The index of the micro-batch that is being computed. Modulo the number of columns, it is the column.
         self.micro_batch = 0
-        # By variable's `id` and device: the graph in which a copy was made, and the copy; `None` between batches.
+        # For a variable's `id` and a device: the graph in which a copy was made, and the copy. `None` between batches.
         self._copies: dict[tuple[int, str], tuple[tf.Graph | None, tf.Tensor]] | None = None
 
     @contextlib.contextmanager
@@ -65,7 +67,7 @@ class Columns:
             self._copies, self.micro_batch = None, 0
 
     def copy(self, variable: keras.Variable, device: str) -> tf.Tensor:
-        """A variable's value on a device; its gradient flows to the variable."""
+        """A variable's value on a device. The value's gradient flows to the variable."""
         with full_precision():
             value = tf.convert_to_tensor(variable.value)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -82,11 +84,11 @@ class Columns:
 
 
 class StageOnDevices:
-    """Runs a stage, a part of a Functional model, on one of its devices, forward and backward.
+    """Runs a stage on one of its devices, forward and backward.
 
     TensorFlow places a layer's operations by `tf.device`, but a tape's operations for the backward pass on the default
-    device. So each stage is differentiated by its own tape, on its device. `runs` has for each device, by name, a
-    function that runs the part; variables are on the first. `owner` gets the losses that layers add on the others.
+    device. So each stage is differentiated by its own tape, on its device. `runs` maps each device to a function that
+    runs the part. Variables are on the first device, and `owner` gets the losses that layers add on other devices.
     """
 
     def __init__(self, part: Part, index: int, runs: dict[str, Run], columns: Columns, owner: keras.Model):
@@ -95,7 +97,7 @@ class StageOnDevices:
 
     def __call__(self, inputs: Tensors, operation_fn: OperationFn) -> Tensors:
         """Maps the values of the stage's inputs, by index, to the values of its outputs."""
-        # In a trial, weights are tensors that only the trial's tape watches, not the stage's.
+        # In a trial, weights are tensors, which the stage's tape wouldn't watch.
         differentiated = may_be_differentiated() and not is_trial()
         column = self.columns.micro_batch % len(self.devices) if differentiated else 0
         device = self.devices[column]
@@ -107,11 +109,11 @@ class StageOnDevices:
 
 
 class _StageCall:
-    """One call of a stage, differentiated by its own tape; `remote` if its variables are on another device."""
+    """A call of a stage, differentiated by its own tape. `remote`: the variables are on another device."""
 
     def __init__(self, stage: StageOnDevices, inputs: Tensors, device: str, *, remote: bool):
         self.stage, self.inputs, self.device, self.remote = stage, inputs, device, remote
-        # The inputs, some of them sparse or ragged, the dense tensors in them, and which of these have a gradient.
+        # The inputs, some of them sparse or ragged; their dense tensors; and the indices of those with a gradient.
         self.leaves = list(inputs.values())
         self.tensors = [part for leaf in self.leaves for part in dense_parts(leaf)]
         self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
@@ -122,7 +124,7 @@ class _StageCall:
         self.state = [variable for variable in variables.values() if not variable.trainable]
 
     def __call__(self, operation_fn: OperationFn) -> Tensors:
-        # Filled in by `run`, which may return only the tensors that have a gradient.
+        # `run` may return only tensors that have a gradient. It fills these with the rest.
         outputs: Tensors = {}
         scopes: list[ReadScope] = []
 
@@ -163,7 +165,7 @@ class _StageCall:
         return dict(zip(outputs, pack_dense_parts(results, parts), strict=True))
 
     def _with_inputs(self, sources: Sequence[tf.Tensor]) -> Tensors:
-        """The inputs, with their differentiable tensors replaced by the first of `sources`."""
+        """The inputs, with differentiable tensors replaced by `sources`, after which sources of weights may follow."""
         replaced = list(self.tensors)
         for index, tensor in zip(self.indices, sources, strict=False):
             replaced[index] = tensor
@@ -185,11 +187,7 @@ _COMPILED = "_keras_paragrad_compiled_parts"
 
 
 class CompiledPart:
-    """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
-
-    `run` maps the values of the part's inputs, by index, to the values of its outputs; its argument `operation_fn` maps
-    each operation to what is called in its place.
-    """
+    """Runs a part as a function that XLA compiles once for all calls in a graph. `run` is a `Run`."""
 
     def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):
         self.part, self.run, self.name = part, run, name
@@ -204,7 +202,7 @@ class CompiledPart:
             setattr(graph, _COMPILED, {})
         functions = getattr(graph, _COMPILED)
         key = (id(self), tuple(inputs), called_for_training())
-        # XLA's program for one device can't read variables on another: their copies are arguments.
+        # XLA compiles for one device, and can't read variables on another one. So copies of them are arguments.
         scope = current_read_scope()
         copies = scope.values if scope else []
         if key not in functions:
@@ -223,7 +221,7 @@ class CompiledPart:
     def _run(
         self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: OperationFn, given: Any
     ) -> tuple[Tensors, list[int], list[tuple[keras.Variable, tf.Tensor]]]:
-        """The outputs, the indices of inputs that have no mask afterwards, and the assigned variables."""
+        """Runs the part. Returns outputs, the indices of inputs without a mask afterwards, and assigned variables."""
         values, masks, weights = given
         inputs = dict(zip(indices, map(with_mask, values, masks), strict=True))
         outer = current_read_scope()

@@ -1,4 +1,4 @@
-"""Places variables on devices, and the operations outside of stages."""
+"""Places a pipeline's variables on devices, and the operations outside of its stages."""
 
 import contextlib
 import math
@@ -22,10 +22,10 @@ _CALLS = {
 
 @contextlib.contextmanager
 def placing_by_inputs(model: keras.Model) -> Generator[None]:
-    """Context in which unplaced operations of a graph run on the device of their largest input.
+    """Context in which a graph's unplaced operations run on the device of their largest input.
 
-    So the loss runs on the last stage's device, and a gradient is summed, clipped and applied on its variable's device.
-    Operations on a variable always run on its device.
+    So the loss runs on the last stage's device. A gradient is summed, clipped and applied on the device of the
+    variable, as are all operations on a variable.
     """
     if tf.executing_eagerly():
         yield
@@ -61,7 +61,7 @@ def _device_function() -> Callable[[tf.Operation], str]:
             outer = captured(tensor)
             return "" if outer is None else device_of_tensor(outer)
         if operation.type == "ReadVariableOp" and not operation.device:
-            # TensorFlow creates it outside of all device contexts, and runs it on the variable's device.
+            # TensorFlow creates reads outside of all device contexts, and runs them on the variable's device.
             return device_of_tensor(operation.inputs[0])
         return operation.device
 
@@ -109,7 +109,7 @@ def _move(variable: keras.Variable, device: str) -> None:
 
 
 def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: keras.optimizers.Optimizer | None) -> None:
-    """Moves variables to their devices, with their slots in an optimizer, which may be `None` or not built."""
+    """Moves variables to devices, and with them their slots in an optimizer, if one is built."""
     pairs = [(device, variable) for device, group in variables.items() for variable in group]
     devices = {variable.path.replace("/", "_"): device for device, variable in pairs}
     with following_keys(optimizer, [variable for _, variable in pairs]):

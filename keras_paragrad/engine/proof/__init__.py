@@ -1,1 +1,1 @@
-"""The proof on real rows that parts of a batch give the outputs, gradients, losses, states and metrics of the whole."""
+"""How a batch is divided, and the proof. docs/guides/accumulation.md: "What the first batch proves"."""

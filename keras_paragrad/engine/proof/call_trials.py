@@ -1,7 +1,7 @@
 """Tries a step on a few real rows, without an update.
 
-`CallTrials` finds which calls of layers in it compute each row by itself, and `WindowProof` whether its micro-batches
-weigh what is stated.
+`CallTrials` finds which calls of layers in the step compute each row by itself. `WindowProof` finds whether the step's
+micro-batches weigh what is stated.
 
 for each outermost call of a layer whose class isn't known to compute row by row:
     compute the call whole, and in two parts
@@ -48,12 +48,12 @@ from keras_paragrad.engine.trials.trial import (
     with_ends_of,
 )
 
-# The most layers that are entered, each in a trial of its own.
-_LAYERS = 50
+# The most trials. After each, more layers are entered.
+_MOST_TRIALS = 50
 
 
 class CallTrials:
-    """Tries which calls of layers in a step can be divided, on rows of this process; `None` if they can't be tried."""
+    """Tries on a few rows which calls of layers in a step can be divided. `data` are this process's rows, if any."""
 
     def __init__(self, model: keras.Model, step: Callable[[Batch], Any], data: Batch | None):
         self.model, self.step, self._rows = model, step, None
@@ -63,7 +63,7 @@ class CallTrials:
         self._trial: _Trial | None = None
 
     def find(self) -> dict[int, str]:
-        """The layers whose calls can't be divided now, or couldn't before, by id, and why; tries those not known."""
+        """Tries layers that aren't known. Returns those whose calls can't, or couldn't, be divided: ids and reasons."""
         untried = untried_layers(self.model)
         if not untried:
             return {}
@@ -71,7 +71,7 @@ class CallTrials:
         if self._rows is not None:
             question = "which calls of layers can be divided"
             found = run_trial(lambda _: self._try_calls(), 0, otherwise=untried, question=question)
-        # Workers have other rows, and trace the same step.
+        # Each worker has tried other rows, and all have to trace the same step.
         tried = self._rows is not None
         flags = gather(worker_strategy(self.model), [int(tried), *(int(layer in found) for layer in untried)])
         any_tried, *mixing = np.any(flags, 0)
@@ -81,12 +81,12 @@ class CallTrials:
         return {layer: found.get(layer, elsewhere) for layer, flag in zip(untried, mixing, strict=True) if flag}
 
     def try_alone(self) -> dict[int, str]:
-        """As `find`, on this worker's rows alone, for an error; without an answer if they can't be tried."""
+        """As `find`, but on this worker's rows only, for an error. Nothing is found if they can't be tried."""
         return run_trial(lambda _: self._try_calls(), 0, otherwise={}, question=None) if self._rows is not None else {}
 
     def _try_calls(self) -> dict[int, str]:
-        for _ in range(_LAYERS):
-            # Traced once for what is entered.
+        for _ in range(_MOST_TRIALS):
+            # The trial is traced again only when more layers are entered.
             trial = self._trial = self._trial or _Trial(self.model, self.step, row_count(self._rows), self._entered)
             trial.renew()
             errors, _ = trial(self._rows)
@@ -102,7 +102,7 @@ class CallTrials:
 
 
 def innermost(model: keras.Model, entered: Mapping[int, str]) -> list[str]:
-    """The names of the layers whose calls can't be divided, and in which no other layer's can't."""
+    """The names of the layers in `entered` that contain no other layer in `entered`."""
     layers = [layer for layer in (model, *all_layers(model)) if id(layer) in entered]
     return [
         layer.name
@@ -118,12 +118,12 @@ def untried_layers(model: keras.Model) -> dict[int, str]:
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:
-    """Whether a layer's calls are known to divide, or no call is expected, as of a model without a `call`."""
+    """Whether a layer's calls are known to divide, or the layer has no `call`."""
     return computes_rows_independently(layer) or type(layer).call in (keras.Model.call, keras.layers.Layer.call)
 
 
 class _TrialScope(WeightScope):
-    """A scope in which weights are the trial's own variables, by id: a step may assign to them, and differentiate."""
+    """A scope in which `weights` replace a model's. A step can differentiate and assign them."""
 
     def __init__(self, values: list[tuple[keras.Variable, Any]], weights: dict[int, tf.Variable]):
         super().__init__(values, collect_losses=True)
@@ -139,11 +139,11 @@ class _TrialScope(WeightScope):
 
 
 class StepTrial(PureFunction):
-    """A step, or what is computed of it, as a function of rows and of all variables but weights; without updates."""
+    """A step without updates, as a function of rows and of all variables but the weights."""
 
     def __init__(self, model: keras.Model, compute: Callable[[Batch], Any], rows: int):
         variables = all_variables(model)
-        # Variables, not tensors: the tape of the step watches reads of variables.
+        # Weights stay variables, as the step's tape watches variables that are read.
         self._weights = {id(each): tf.Variable(value_of(each)) for each in variables if each.trainable}
         self._trained = [each for each in variables if each.trainable]
         super().__init__(model, compute, total=rows, variables=[each for each in variables if not each.trainable])
@@ -161,14 +161,14 @@ class StepTrial(PureFunction):
         return _TrialScope(list(zip(self.variables, state, strict=True)), self._weights)
 
     def check(self, traced: Any) -> None:
-        """Checks nothing: a step may read variables of its own, and no assignment is carried out."""
+        """Checks nothing. A step may read variables of its own, and no assignment is carried out."""
 
 
 class _Trial(StepTrial):
-    """A step without updates, whose results are how far each call in parts is off, as a share of its largest value.
+    """A step without updates. Its results are the relative errors of layers' calls in parts.
 
-    A sum over many rows may hardly change a row's output. So calls of all rows are compared too, some of them others:
-    these are rounded alike.
+    If a row's output depends on a sum over many rows, a part may hardly change it. So calls of all rows, of which two
+    are replaced, are compared too. The number of rows stays, and so does rounding.
     """
 
     def __init__(self, model: keras.Model, step: Callable[[Batch], Any], rows: int, entered: Mapping[int, str]):
@@ -200,7 +200,7 @@ class _Trial(StepTrial):
         one, of_one = self._part(layer_call, *bounds, whole, state)
         other, of_other = self._part(layer_call, *rest, whole, one.state)
         self._compare(layer, "outputs", expected.rows, _concatenate(one.rows, other.rows))
-        # A layer's own gradient may depend on other rows where its outputs don't.
+        # A layer with a custom gradient may mix rows in the gradient only.
         self._compare(layer, "gradients", gradients.rows, _concatenate(of_one.rows, of_other.rows))
         sums = [a + b for a, b in zip(of_one.sums, of_other.sums, strict=True)]
         self._compare(layer, "gradients", gradients.sums, sums)
@@ -223,7 +223,7 @@ class _Trial(StepTrial):
 
     @staticmethod
     def _part(layer_call: LayerCall, begin: int, end: int, whole: list[Any], state: list[Any]) -> tuple[Result, Result]:
-        """The result of some rows, and the gradient of a weighted sum of their outputs."""
+        """The result for rows `begin` to `end`, and the gradient of a weighted sum of the outputs."""
         rows = rows_at(layer_call.rows, begin, end - begin)
         inputs = [
             [each for each in some if isinstance(each, tf.Tensor) and has_gradient(each)] for some in (rows, whole)
@@ -257,25 +257,25 @@ def _concatenate(one: list[Any], other: list[Any]) -> list[Any]:
 
 
 class WindowProof:
-    """Compares the weighted gradients that a step gives to its optimizer, on parts of `size` rows, with the whole's."""
+    """Compares a step's weighted gradients on parts of `size` rows with the gradient on all."""
 
     def __init__(self, model: keras.Model, data: Batch, size: int, weighting: Weighting):
         self.model, self._rows, self._size, self._weighting = model, data, size, weighting
         self._function = StepTrial(model, self._compute, row_count(data))
 
     def ask(self) -> str | None:
-        """Why the parts don't weigh what is stated, with the weights of now, or `None`."""
+        """Why the parts don't weigh what is stated, with the current weights, or `None`."""
         self._function.renew()
         whole = self._gradients(self._rows)
         parts, divisors = [], []
         for start, stop in even_parts(row_count(self._rows), self._size):
             rows = take_rows(self._rows, start, stop)
-            weight = self._weighting.normalizer(arguments_of(rows))
+            weight = self._weighting.of_part(arguments_of(rows))
             divisors.append(0.0 if weight.summed else float(weight.never_zero.value))
             parts.append([(divisors[-1] or 1.0) * gradient for gradient in self._gradients(rows, start)])
         total = [np.sum(pieces, 0) / (sum(divisors) or 1.0) for pieces in zip(*parts, strict=True)]
         half = self._function.half_precision
-        error = unexplained_error(whole, total, self._changed, half_precision=half)
+        error = unexplained_error(whole, total, self._perturbed, half_precision=half)
         if not error:
             return None
         return (
@@ -283,8 +283,8 @@ class WindowProof:
             f"{percent(error)} off the gradient of the whole"
         )
 
-    def _changed(self) -> Iterator[list[np.ndarray]]:
-        """The whole's gradient after changes that affect only rounding and random numbers."""
+    def _perturbed(self) -> Iterator[list[np.ndarray]]:
+        """Yields the whole's gradient after changes that affect only rounding and random numbers."""
         rows = self._rows
         yield self._gradients((perturb(rows[0]), *rows[1:]) if isinstance(rows, tuple) else perturb(rows))
         if not self._function.draws:

@@ -1,10 +1,11 @@
-"""`Division`: how a batch is divided, decided for each signature of batches before a step is traced.
+"""`Division`: how batches of one signature are divided, found before a step is traced.
 
-`Stages` hold what components do in a step: `take` divides batches among replicas, `split` cuts them into slices, and
-`apply` accumulates micro-batches, weighted by `combine`.
+In a step, `take` divides batches among replicas, `split` cuts them into slices, and `apply` accumulates micro-batches,
+which `weigh` weights.
 
-A batch is divided in one of two ways. Parts of the loss, where what a part weighs is known: Keras's `train_step`, and a
-loss whose divisor is read or stated. Parts of the calls of layers, in a step that runs whole, everywhere else.
+if the step is Keras's, and the divisor of its loss is read off Keras's losses or stated: divide the loss
+otherwise: run the step whole, and divide the calls of layers in it
+if neither can be done: leave a batch of one slice whole, and refuse a larger one
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from keras_paragrad.compat.types import Batch, LossArguments, Specs
 from keras_paragrad.engine.batches.replica_batch import no_examples, static_row_count
 from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS, IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.known_classes import is_keras_own
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.losses.terms import MEANS, LossTerm, compute_loss
 from keras_paragrad.engine.step.building import build_by_calling, build_layers_by_step, build_losses
 from keras_paragrad.engine.step.stages import Split, Stages
@@ -45,9 +46,9 @@ class Division(NamedTuple):
     """How a batch is divided.
 
     Attributes:
-        cut: Whether the batch is cut into slices, if it is larger than one.
+        cut: Whether the batch is cut, if it is larger than a slice.
         calls: Whether the step runs whole, and the calls of layers in it are divided.
-        why_whole: Why the batch can't be cut, or `None`; if set, a batch larger than one slice raises.
+        why_whole: Why the batch can't be cut, or `None`. If it is set, a batch larger than a slice raises.
     """
 
     cut: bool = False
@@ -60,8 +61,8 @@ class Divisions:
 
     Attributes:
         why_whole: Why batches of unknown size are left whole, or `None`.
-        calls: Whether calls of layers are divided in the steps that were found last.
-        entered: Why calls of layers are not divided, by the layers' ids; `None` until they are tried.
+        calls: Whether calls of layers are divided, by the last division.
+        entered: For layers whose calls aren't divided, by id, the reason; `None` until calls are tried.
         by_calls: Why parts of the loss don't give the whole's gradient, as the first batch has shown, or `None`.
         called: The optimizers that a custom `train_step` has called.
     """
@@ -73,7 +74,7 @@ class Divisions:
         self.by_calls: str | None = None
         self.called: dict[int, keras.optimizers.Optimizer] = {}
         self._loss = DividedLoss(model)
-        # The specs of the last batches on a replica, and the stages and the iterator for which they were found.
+        # The specs of the last batches on a replica; and the stages and the iterator of the last `find`.
         self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
 
@@ -82,7 +83,7 @@ class Divisions:
         self.called[id(optimizer)] = optimizer
 
     def find(self, stages: Stages, iterator: Any, specs: Specs) -> None:
-        """Finds the division of an iterator's batches, which have these specs on a replica, before a step is traced."""
+        """Finds the division of an iterator's batches before a step is traced; `specs` are a replica's."""
         found_for, before = self._found_for
         if found_for is stages and before is not None and before() is iterator:
             return
@@ -90,17 +91,14 @@ class Divisions:
         self._trace(lambda data: self.of(stages, data))
 
     def describe(self, stages: Stages) -> str | None:
-        """Describes the division and weighting of the last batches, and how they were found; `None` before any batch.
-
-        A clause for each, for `explain`.
-        """
+        """Describes the division and weighting of the last batches, for `explain`; `None` before any batch."""
         if self._specs is None:
             return None
         with untouched(self.model, never_run()):
             return self._trace(lambda data: self._describe(stages, data))
 
     def _trace(self, function: Callable[[Batch], Result]) -> Result:
-        """The result of a function of a batch of the last specs, in a graph that never runs."""
+        """Calls a function on a batch of the last specs, in a graph that never runs."""
         results: list[Result] = []
 
         def call(data: Batch) -> None:
@@ -116,13 +114,13 @@ class Divisions:
             return f"Batches are left whole: {division.why_whole}"
         if division.calls:
             return f"The step of {type(model).__name__} runs on whole batches, and calls of layers are divided."
-        normalize = stages.normalization(of_slices=division.cut)
-        if normalize is None or overrides_train_step(model):
+        loss_divisor = stages.loss_divisor(of_slices=division.cut)
+        if loss_divisor is None or overrides_train_step(model):
             return "Nothing is divided, or all parts count the same."
-        return normalize.describe(model, *trace_loss(model, data))
+        return loss_divisor.describe(model, *trace_loss(model, data))
 
     def of(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division of a batch, or of a replica's part; raises `IndivisibleError` if it can't be divided."""
+        """Finds the division of a batch, or of a replica's rows. Raises `IndivisibleError` if there is none."""
         find = self._divide_custom_step if overrides_train_step(self.model) else self._divide_keras_step
         division = find(stages, data)
         if division.cut:
@@ -133,9 +131,9 @@ class Divisions:
         return division
 
     def _divide_custom_step(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division for a model with a custom `train_step`, whose layers it builds."""
+        """Finds the division for a custom `train_step`, and builds the layers that the step calls."""
         split, cuts = stages.split, stages.split is not None and stages.split.cuts(data)
-        why_whole = split.normalize.find_refusal(self.model) if split else None
+        why_whole = split.loss_divisor.find_refusal(self.model) if split else None
         if split and why_whole and cuts:
             raise IndivisibleError(f"{split.refusal_prefix} {why_whole}")
         cut = split is not None and not why_whole and cuts is not False
@@ -149,21 +147,18 @@ class Divisions:
         return Division(cut=cut, calls=calls, why_whole=why_whole)
 
     def _divide_keras_step(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division for a model with Keras's `train_step`.
-
-        Parts of the loss, if its weight in a part is known; else parts of the calls, or the batch is left whole.
-        """
+        """Finds the division for Keras's `train_step`: of the loss, or of calls, or none."""
         split, replicas = stages.split, replica_count()
-        # Whether the batch is larger than a slice; `None` if its number of rows isn't known.
+        # Whether the batch is larger than a slice; `None` if the number of rows isn't static.
         cuts = False if split is None else split.cuts(data)
-        # The stage whose parts have to be combined, if any.
+        # The stage that divides this batch, if one does.
         divides = split if cuts is not False else stages.take if replicas > 1 else None
-        normalize = divides.normalize if divides else None
-        if normalize and not stages.combine and normalize.divider.divides_calls:
+        loss_divisor = divides.loss_divisor if divides else None
+        if loss_divisor and not stages.weigh and loss_divisor.divider.divides_calls:
             # A model without compiled losses may not be built yet.
             build_by_calling(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
-            if normalize.weighting == "auto":
-                reason = self.by_calls or self._loss.find_refusal(normalize, split, data)
+            if loss_divisor.weighting == "auto":
+                reason = self.by_calls or self._loss.find_refusal(loss_divisor, split, data)
                 if reason and (refusal := self.find_refusal_of_calls(stages)):
                     raise IndivisibleError(f"{refusal} {reason}")
                 if reason:
@@ -174,9 +169,9 @@ class Divisions:
                     )
                 return Division(cut=cuts is not False, calls=bool(reason))
         why_whole = None
-        # Slices need weights; a batch of one slice needs one only if it is accumulated with others.
+        # Slices need weights. A batch of one slice needs a weight only if it is accumulated with others.
         if split and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
-            why_whole = self._loss.find_refusal(split.normalize, split, data)
+            why_whole = self._loss.find_refusal(split.loss_divisor, split, data)
         return Division(cut=cuts is not False and not why_whole, why_whole=why_whole)
 
     def find_refusal_of_calls(self, stages: Stages) -> str | None:
@@ -218,9 +213,9 @@ def _check_slices(model: keras.Model, stages: Stages) -> None:
 
 @contextlib.contextmanager
 def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable[[Any], object]) -> Generator[None]:
-    """Context in which a part of a batch is traced; explains a shape error that the whole batch doesn't raise.
+    """Context in which a part of a batch is traced. Explains shape errors that the whole batch doesn't raise.
 
-    `data` is one of `parts` equal parts of the batch. `trace` gets the whole batch, and traces the same computation.
+    `data` is one of `parts` equal parts of the batch. `trace` traces the same computation, for the whole batch.
     """
     try:
         yield
@@ -241,7 +236,7 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
 
 
 def trace_loss(model: keras.Model, data: Batch, *, training: bool = True) -> tuple[LossArguments, list[LossTerm]]:
-    """Traces the loss of a batch into a graph that never runs; returns its arguments and terms."""
+    """Traces a batch's loss into a graph that never runs. Returns the loss's arguments and terms."""
     # No other replica runs this trace, so weights can't be gathered, nor statistics be synchronized.
     with zeros_in_place_of_shards(all_variables(model)), as_one_replica(), contextlib.ExitStack() as stack:
         for layer in layers_of_batch_statistics(model):
@@ -251,45 +246,44 @@ def trace_loss(model: keras.Model, data: Batch, *, training: bool = True) -> tup
 
 
 class DividedLoss:
-    """Finds whether the losses of a model's parts of a batch can be combined, once for each signature of batches."""
+    """Finds whether losses of parts can be combined, once for each signature of batches."""
 
     def __init__(self, model: keras.Model):
         self.model = model
         self._refusals: dict[Any, str | None] = {}
 
     def find_refusal(
-        self, normalize: LossNormalization, split: Split | None, data: Batch, *, training: bool = True
+        self, loss_divisor: LossDivisor, split: Split | None, data: Batch, *, training: bool = True
     ) -> str | None:
-        """The reason why losses of parts of a batch can't be combined, or `None`."""
+        """Why losses of parts can't be combined, or `None`."""
         leaves = keras.tree.flatten(data)
         signature = [(leaf.dtype, *leaf.shape[1:]) if tf.is_tensor(leaf) else None for leaf in leaves]
-        key = (normalize, split and split.size, replica_count(), *signature)
+        key = (loss_divisor, split and split.size, replica_count(), *signature)
         if key not in self._refusals:
-            self._refusals[key] = _find_refusal(self.model, normalize, split, data, training=training)
+            self._refusals[key] = _find_refusal(self.model, loss_divisor, split, data, training=training)
         return self._refusals[key]
 
 
 def _find_refusal(
-    model: keras.Model, normalize: LossNormalization, split: Split | None, data: Batch, *, training: bool = True
+    model: keras.Model, loss_divisor: LossDivisor, split: Split | None, data: Batch, *, training: bool = True
 ) -> str | None:
     def trace(data: Batch) -> None:
-        measure = normalize if training else normalize.in_evaluation
+        measure = loss_divisor if training else loss_divisor.in_evaluation
         measure(model, *trace_loss(model, data, training=training))
 
     build_losses(model, data)
-    # Keras's own loss that is a mean over rows needs no trace.
-    # A `compute_loss` of the model's own may leave the compiled loss unbuilt.
+    # Keras's own loss that is a mean over rows needs no trace. A custom `compute_loss` may leave losses unbuilt.
     losses = (model._compile_loss and model._compile_loss._flat_losses) or ()
     adds = any(getattr(layer, "activity_regularizer", None) for layer in all_layers(model))
     if len(losses) == 1 and losses[0].loss.reduction in MEANS and not adds and is_keras_own(model):
         return None
     try:
         with explaining_rows(model, data, parts=replica_count(), trace=trace):
-            # As many rows as a slice has. Of a pipeline, `size` is 1: its micro-batches have any number of rows.
+            # Traced for as many rows as a slice has. A pipeline's micro-batches have any number, and a `size` of 1.
             trace_rows(model, trace, data, split.size if split and split.size > 1 else static_row_count(data))
     except IndivisibleError as refusal:
         return str(refusal)
     except Exception:
-        # The trace of the step, which follows, fails too and says more.
+        # The trace of the step follows. It fails too, with a better error.
         return None
     return None

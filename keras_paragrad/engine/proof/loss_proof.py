@@ -1,11 +1,11 @@
-"""Proves, of a loss or metrics alone, that their parts give the whole: on the outputs of the first update's rows.
+"""Proves on the outputs of the first update's rows that losses and metrics add up over parts.
 
 The outputs y = f(x) are computed in parts, as in training. For uneven parts (x_i, y_i), whose loss L divides by d_i:
 
     sum_i d_i L(x_i, y_i) / sum_i d_i = L(x, y), and so for the gradient with respect to y        (a sum: d_i = 1)
 
-Errors of L are relative to |L + size|, where the size, sum |dL/dy y|, adds up as L does. An error that other last
-digits of y make too is rounding.
+Errors of L are relative to |L + size|, where the size, sum |dL/dy y|, adds up as L does. If changing the last digits of
+y makes an error as large, it is rounding.
 """
 
 from typing import Any
@@ -35,32 +35,32 @@ from keras_paragrad.engine.trials.trial import (
     unexplained_error,
 )
 
-# The most bytes that the outputs may take, unless a part's activations take more.
+# The most bytes of outputs, unless a part's activations take more.
 MOST_BYTES = 2**24
 _LAST_DIGITS = 1e-6
-# The gradient of a loss with respect to the outputs and its value, as arrays, and the divisors that it may have.
+# As arrays, the gradient of a loss with respect to the outputs, and the loss; and the divisors that are tried.
 Computed = tuple[list[np.ndarray], list[np.ndarray], list[float]]
 
 
 class WrongWeightingError(IndivisibleError):
-    """A stated weighting isn't what the loss is divided by, and another one is."""
+    """A loss isn't divided by what the stated weighting says, but by what another weighting says."""
 
 
 class LossProof:
-    """Compares a built model's loss on parts of the rows of the first update with the loss of the whole."""
+    """Compares the loss on parts of the first update's rows with the loss on all."""
 
     def __init__(self, model: keras.Model, data: Batch, parts: PartsOfBatch):
-        self.model, self.normalize, self._training = model, parts.normalize, parts.training
+        self.model, self.loss_divisor, self._training = model, parts.loss_divisor, parts.training
         self._rows, self.size = data, parts.size
         self._outputs = PureFunction(model, self._forward, any_rows=True)
         self._loss = PureFunction(model, self._compute, any_rows=True, total=row_count(data))
-        stated = self.normalize.stated
+        stated = self.loss_divisor.stated
         self._stated = stated.argument if stated else ""
-        # What the loss may be divided by in place of what is stated.
+        # Other weightings, to be suggested in place of a stated one that is wrong.
         self._others = [each for each in WEIGHTINGS.values() if stated and each.name != stated.name]
 
     def ask(self) -> str | None:
-        """Why the loss of parts isn't the whole's, with the weights of now, or `None`."""
+        """Why the loss of parts isn't the whole's, with the model's current weights, or `None`."""
         rows, outputs = self.with_outputs()
         count = row_count(rows)
         if count < 2:
@@ -73,7 +73,7 @@ class LossProof:
         try:
             parts = [self._run(take_rows(data, *bounds), bounds[0])[0] for bounds in uneven_parts(count)]
         except Exception as error:
-            if self.normalize.weighting == "auto":
+            if self.loss_divisor.weighting == "auto":
                 fewer = uneven_parts(count)[0][1]
                 return f"The loss of {self.model.name!r} fails on {fewer} of {count} rows: {first_line(error)}"
             parts = [self._run(take_rows(data, *bounds), bounds[0])[0] for bounds in even_parts(count, self.size)]
@@ -94,7 +94,7 @@ class LossProof:
         return f"{message} the {what} of the whole batch"
 
     def find_metric_differences(self) -> list[str]:
-        """The names of the metrics that `compute_loss` updates, and whose results differ after two parts."""
+        """The names of the metrics that `compute_loss` updates and that differ after two parts."""
         count = row_count(data := self.with_outputs())
         if count < 2:
             return []
@@ -104,11 +104,11 @@ class LossProof:
         return different_metrics(self.model, self._run(data, 0)[1], parts)
 
     def _compare(self, whole: Computed, total: Computed, data: Any) -> tuple[str, str] | None:
-        """What of the parts' sum differs from the whole, and by how much, or `None`."""
+        """What differs between the parts' sum and the whole, and by how much, or `None`."""
         half = self._loss.half_precision
-        if error := unexplained_error(whole[0], total[0], lambda: [self._changed(data)[0]], half_precision=half):
+        if error := unexplained_error(whole[0], total[0], lambda: [self._perturbed(data)[0]], half_precision=half):
             return "gradient of the loss", percent(error)
-        if error := unexplained_error(whole[1], total[1], lambda: self._other_values(data), half_precision=half):
+        if error := unexplained_error(whole[1], total[1], lambda: self._values_with_noise(data), half_precision=half):
             return "loss", percent(error)
         return None
 
@@ -121,7 +121,7 @@ class LossProof:
         return y_pred, [mask_of(leaf) for leaf in leaves]
 
     def with_outputs(self) -> tuple[Batch, Any]:
-        """The rows and their outputs, computed part by part; of fewer rows, where the outputs are large."""
+        """The rows and their outputs, computed part by part. Where outputs are large, only the first rows."""
         self._outputs.renew()
         bounds = even_parts(row_count(self._rows), self.size)
         outputs, taken = [], 0
@@ -136,7 +136,7 @@ class LossProof:
         )
 
     def _compute(self, data: Any) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
-        """Traces the loss, its size, its gradient with respect to the outputs, and its divisors: 0 for a sum."""
+        """Traces a loss, its size, its gradient with respect to the outputs, and the divisors (0: a sum)."""
         rows, outputs = data
         real = [output for output in keras.tree.flatten(outputs[0]) if output.dtype.is_floating]
         with tf.GradientTape() as tape:
@@ -148,8 +148,8 @@ class LossProof:
             total = tf.cast(tf.reduce_sum(loss), "float32")
         gradients: Any = tape.gradient(total, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         weights = [
-            self.normalize(self.model, arguments, terms),
-            *(each.normalizer(arguments) for each in self._others),
+            self.loss_divisor(self.model, arguments, terms),
+            *(each.of_part(arguments) for each in self._others),
         ]
         divisors = [tf.zeros([]) if each.summed else tf.cast(each.never_zero.value, "float32") for each in weights]
         dense = [tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in gradients]
@@ -164,7 +164,7 @@ class LossProof:
         return (arrays, [np.asarray(value, "float64") + float(size)], [float(each) for each in divisors]), after
 
     def _changes(self, after: State) -> bool:
-        """Whether the loss has changed variables of the model, but metrics and seeds."""
+        """Whether the loss has changed variables of the model other than metrics and seeds."""
         triples = zip(self._loss.variables, self._loss.start, after, strict=True)
         return any(
             not (is_seed(each) or each.aggregation == "sum") and not np.array_equal(before, value, equal_nan=True)
@@ -172,21 +172,21 @@ class LossProof:
             if each.dtype != "string"
         )
 
-    def _other_values(self, data: Any) -> list[list[np.ndarray]]:
-        """The value after such changes, and in another order of the rows, which only rounds."""
-        values = [self._changed(data)[1]]
+    def _values_with_noise(self, data: Any) -> list[list[np.ndarray]]:
+        """The loss after changes of last digits, and in another order of rows: the noise of rounding."""
+        values = [self._perturbed(data)[1]]
         if not self._loss.draws:
             values.append(self._run(gather_rows(data, range(row_count(data))[::-1]), 0)[0][1])
         return values
 
-    def _changed(self, data: Any) -> Computed:
-        """The whole after changes that affect only rounding and random numbers."""
+    def _perturbed(self, data: Any) -> Computed:
+        """The whole's results after changes that affect only rounding and random numbers."""
         rows, (y_pred, masks) = data
         return self._run((rows, (perturb(y_pred), masks)), 0, perturb(self._loss.reseed()))[0]
 
 
 def _add(parts: list[Computed], index: int) -> Computed:
-    """The weighted mean, or sum, of the parts' losses, and the gradient of it; with the divisors of this index."""
+    """The gradient and the mean (or sum) of the parts' losses, weighted by the divisors of this index."""
     divisors = [each[2][index] for each in parts]
     weights, total = [divisor or 1.0 for divisor in divisors], sum(divisors) or 1.0
     value = sum(weight * part[1][0] for weight, part in zip(weights, parts, strict=True)) / total
@@ -201,7 +201,7 @@ def mark_outputs(outputs: tuple[Structure, list[tf.Tensor | None]]) -> Structure
 
 
 def perturb(nested: Any) -> Any:
-    """Perturbs the real numbers of nested tensors in the last digits of float32."""
+    """Changes the last digits (of float32) of real numbers in nested tensors."""
 
     def change(value: Any) -> Any:
         if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
@@ -222,9 +222,9 @@ def _bytes(nested: Structure) -> int:
 
 
 class MetricProof:
-    """Compares the results of compiled metrics on parts with those on the whole.
+    """Compares the results of compiled metrics on parts with the results on the whole.
 
-    `summed` says whether the states of parts are aggregated as the states of replicas; if not, parts run in sequence.
+    `summed` says whether the parts' states are aggregated, as replicas' are. If not, parts run in sequence.
     """
 
     def __init__(self, outputs: LossProof, summed: bool):
@@ -261,7 +261,7 @@ class MetricProof:
         )
 
     def _results(self, batch: Any) -> dict[str, Any]:
-        """The metrics' results after an update with a batch and its outputs; without one, if `None`."""
+        """The metrics' results, after an update with a batch and its outputs unless `batch` is `None`."""
         if batch is not None:
             data, outputs = batch
             self.model.compute_metrics(**arguments_of(data, mark_outputs(outputs)))

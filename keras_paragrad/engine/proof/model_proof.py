@@ -1,11 +1,11 @@
-"""Proves that a model computes each row by itself: on a few rows of the first batch, whole and in uneven parts a and b.
+"""Proves that a model computes each row by itself, on a few rows in uneven parts a and b.
 
     f(a ++ b) = f(a) ++ f(b)                                            outputs
     d/dw (c_a, c_b) . f(a ++ b) = d/dw c_a . f(a) + d/dw c_b . f(b)     gradients
     the state after a ++ b = the state after a, and then b              states
 
-A sum over many rows may hardly change a row's output in a part. So rows are also compared beside others: these outputs
-are rounded alike.
+If a row's output depends on a sum over many rows, a part may hardly change it. So the first and last rows are replaced
+as well, and outputs of the rows between compared. The number of rows stays, and so does rounding.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers, all_metrics, is_seed, percent
 from keras_paragrad.compat.types import Batch
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, watch_weights
 from keras_paragrad.engine.trials.trial import (
@@ -46,14 +46,14 @@ class PartsOfBatch(NamedTuple):
     """How a batch is divided.
 
     Attributes:
-        normalize: Computes the weight of a part.
+        loss_divisor: Computes the weight of a part.
         size: The rows of a part.
         in_sequence: Whether a part sees the states that earlier parts leave.
-        on_replicas: Whether replicas have parts, and their states are aggregated.
+        on_replicas: Whether replicas compute parts, whose states are then aggregated.
         training: Whether the model is called for training.
     """
 
-    normalize: LossNormalization
+    loss_divisor: LossDivisor
     size: int
     in_sequence: bool
     on_replicas: bool
@@ -61,7 +61,7 @@ class PartsOfBatch(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """Outputs, the gradients of a weighted sum of them, and the added losses with their stated divisor."""
+    """Outputs, the gradients of their weighted sum, and added losses, followed by a stated divisor."""
 
     outputs: list[tf.Tensor]
     gradients: list[tf.Tensor]
@@ -69,9 +69,9 @@ class _Results(NamedTuple):
 
 
 class ModelProof:
-    """Compares what a built model computes on a few rows with what it computes on two parts of these rows.
+    """Compares outputs, gradients and states of a model on a few rows with those on two parts.
 
-    It compares outputs, gradients and states. There are as many rows as a part has, but at least 2.
+    There are as many rows as a part has, but at least 2.
     """
 
     def __init__(self, model: keras.Model, data: Batch, parts: PartsOfBatch):
@@ -82,7 +82,7 @@ class ModelProof:
         self._function = PureFunction(model, self._compute, any_rows=True, total=self._count)
 
     def ask(self) -> str | None:
-        """Why parts don't give what the whole gives, with the weights of now, or `None`."""
+        """Why parts don't give what the whole gives, with the current weights, or `None`."""
         if self._count < 2:
             return None
         self._function.renew()
@@ -96,7 +96,7 @@ class ModelProof:
         return self._compare()
 
     def _compute(self, data: Any) -> _Results:
-        """What is compared of some rows, which have these factors."""
+        """What is compared, for some rows and the factors of their outputs."""
         rows, factors = data
         x, *_ = keras.utils.unpack_x_y_sample_weight(rows)
         with watch_weights(self.model) as gradients_of:
@@ -104,13 +104,13 @@ class ModelProof:
             outputs = [output for output in keras.tree.flatten(y_pred) if isinstance(output, tf.Tensor)]
             target = sum_with_factors(outputs, factors)
         added = [tf.cast(tf.reduce_sum(loss), "float32") for loss in added_losses(self.model)]
-        if added and (weighting := self._parts.normalize.stated):
-            divisor = weighting.normalizer(arguments_of(rows, y_pred))
+        if added and (weighting := self._parts.loss_divisor.stated):
+            divisor = weighting.of_part(arguments_of(rows, y_pred))
             added = [tf.add_n(added), tf.zeros([]) if divisor.summed else tf.cast(divisor.never_zero.value, "float32")]
         return _Results(outputs, gradients_of(target), added)
 
     def _run(self, start: int, stop: int, state: State | None = None) -> tuple[_Results, State]:
-        """The results of some of the rows, and the state that they leave."""
+        """The results for rows `start` to `stop`, and the state after them."""
         return self._function(take_rows((self._rows, self._factors), start, stop), state, start)
 
     def _compare(self) -> str | None:
@@ -122,34 +122,34 @@ class ModelProof:
         bounds, rest = uneven_parts(self._count)
         (one, after_one), (other, after_other) = self._run(*bounds), self._run(*rest)
         error = _largest(expected.outputs, map(_join, one.outputs, other.outputs))
-        # The same rows at the same places, but for the first and last, which are replaced.
+        # All rows but the first and last, which are replaced, stay where they are.
         others = self._function((gather_rows(self._rows, among_others(self._count)), self._factors))[0].outputs
         replaced = _largest(expected.outputs, map(with_ends_of, expected.outputs, others))
         if error > OUTPUT_OF_PART.of(half) or replaced > OUTPUT.of(half):
             again, _ = self._run(0, self._count)
             if _largest(expected.outputs, again.outputs) > OUTPUT.single:
                 raise Inconclusive("the outputs are random")
-            return self._says("outputs", max(error, replaced))
+            return self._message_of("outputs", max(error, replaced))
         sums = [a + b for a, b in zip(one.gradients, other.gradients, strict=True)]
         finite = all(bool(tf.reduce_all(tf.math.is_finite(gradient))) for gradient in expected.gradients)
         if finite and not gradients_match(expected.gradients, sums, half_precision=half):
-            return self._says("gradients", _largest(expected.gradients, sums))
-        if expected.added and self._parts.normalize.stated:
+            return self._message_of("gradients", _largest(expected.gradients, sums))
+        if expected.added and self._parts.loss_divisor.stated:
             error = _error_of_added(expected.added, one.added, other.added)
             if error > ADDED:
                 return f"The losses that layers of {self.model.name!r} add are {percent(error)} off in parts of a batch"
         return self._compare_states(expected, after, after_one, after_other)
 
     def _compare_states(self, expected: _Results, whole: State, one: State, other: State) -> str | None:
-        """Compares the states after both parts: one after the other, and aggregated over replicas."""
+        """Compares the states after both parts, in sequence or aggregated over replicas, with the whole's."""
         function, ends = self._function, list[State]()
         start, variables = function.start, function.variables
         if self._parts.in_sequence and (self._has_changed(one) or self._has_changed(other)):
-            # In either order: the last part alone may have what the whole leaves, such as the largest row.
+            # Either part comes last: a part may leave the whole's state by itself, such as the largest row.
             for state, bounds in zip((one, other), reversed(uneven_parts(self._count)), strict=True):
-                end, error = self._after(state, bounds, expected)
+                end, error = self._run_after(state, bounds, expected)
                 if error > OUTPUT_OF_PART.of(function.half_precision):
-                    return self._says("outputs", error)
+                    return self._message_of("outputs", error)
                 ends.append(end)
         if self._parts.on_replicas:
             for order in ((one, other), (other, one)):
@@ -160,35 +160,35 @@ class ModelProof:
             for index, variable in enumerate(variables)
             if id(variable) in owners
             and not is_seed(variable)
-            and not all(_change_alike(start[index], whole[index], end[index]) for end in ends)
+            and not all(_have_equal_changes(start[index], whole[index], end[index]) for end in ends)
         ]
         if found:
-            # With other seeds: what draws random numbers differs anyway.
+            # States that change with the seeds are random, and can't be compared.
             _, random = self._run(0, self._count, function.reseed())
             found = [index for index in found if close(whole[index], random[index], STATE)]
         names = dict.fromkeys(owners[id(variables[index])] for index in found)
         return f"Parts of a batch leave another state of {', '.join(names)} than the whole batch" if names else None
 
     def _has_changed(self, state: State) -> bool:
-        """Whether a state differs from the start, but in seeds."""
+        """Whether a state differs from the start in anything but seeds."""
         triples = zip(self._function.variables, self._function.start, state, strict=True)
         return any(not (is_seed(variable) or np.array_equal(one, other)) for variable, one, other in triples)
 
-    def _after(self, one: State, bounds: tuple[int, int], expected: _Results) -> tuple[State, float]:
-        """The state after a part that begins with another one's, and how far its outputs are off."""
+    def _run_after(self, one: State, bounds: tuple[int, int], expected: _Results) -> tuple[State, float]:
+        """Runs a part from the state that another part has left. Returns the new state, and the outputs' error."""
         triples = zip(self._function.variables, self._function.start, one, strict=True)
         begin = [before if is_seed(variable) else value for variable, before, value in triples]
         found, end = self._run(*bounds, begin)
         return end, _largest(take_rows(expected.outputs, *bounds), found.outputs)
 
     def find_metric_differences(self) -> list[str]:
-        """The names of the metrics that the model updates in its call, and whose results differ after two parts."""
+        """The names of metrics that the model updates in its call and that parts change."""
         if self._count < 2:
             return []
         bounds, rest = uneven_parts(self._count)
         return different_metrics(self.model, self._run(0, self._count)[1], self._run(*rest, self._run(*bounds)[1])[1])
 
-    def _says(self, what: str, error: float) -> str:
+    def _message_of(self, what: str, error: float) -> str:
         return (
             f"The {what} of {self.model.name!r} for some rows of a batch depend on its other rows: in parts they are "
             f"{percent(error)} off"
@@ -196,7 +196,7 @@ class ModelProof:
 
 
 def different_metrics(model: keras.Model, one: State, other: State) -> list[str]:
-    """The names of metrics of layers, or of the model's own, whose results differ in two states of all variables."""
+    """The names of metrics, of the model and its layers, that differ in two states of all variables."""
     metrics = all_metrics(model)
     if not metrics:
         return []
@@ -214,14 +214,14 @@ def _largest(expected: Iterable[tf.Tensor], found: Iterable[tf.Tensor]) -> float
 
 
 def _error_of_added(whole: list[tf.Tensor], *parts: list[tf.Tensor]) -> float:
-    """How far the weighted mean, or sum, of the parts' added losses is off the whole's."""
+    """The relative error of the parts' added losses, as a mean weighted by divisors, or as a sum."""
     value, total = float(whole[0]), sum(float(divisor) for _, divisor in parts)
     added = sum(float(part) * (float(divisor) or 1.0) for part, divisor in parts) / (total or 1.0)
     return abs(added - value) / max(abs(value), 1e-30)
 
 
 def state_owners(model: keras.layers.Layer) -> dict[int, str]:
-    """The name of each variable's layer, by the variable's id; but of `BatchNormalization`, and of metrics."""
+    """The name of each variable's layer, by the variable's id. Leaves out `BatchNormalization` and metrics."""
     layers = [layer for layer in (model, *all_layers(model)) if not isinstance(layer, keras.layers.BatchNormalization)]
     return {
         id(variable): layer.name
@@ -232,13 +232,13 @@ def state_owners(model: keras.layers.Layer) -> dict[int, str]:
 
 
 def aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:
-    """Aggregates a variable's values over replicas; without an aggregation, takes the first replica's."""
+    """Aggregates a variable's values over replicas. Without an aggregation, returns the first value."""
     if variable.aggregation == "sum":
         return tf.add_n(values)
     return tf.add_n(values) / len(values) if variable.aggregation == "mean" else values[0]
 
 
-def _change_alike(start: Any, one: Any, other: Any) -> bool:
-    """Whether a state changes equally from `start` to `one` and to `other`, within the tolerance."""
+def _have_equal_changes(start: Any, one: Any, other: Any) -> bool:
+    """Whether the changes from `start` to `one` and from `start` to `other` are equal, within the tolerance."""
     one, other, start = (tf.cast(state, "float64") for state in (one, other, start))
     return float(largest_error(one, other, start)) <= STATE_CHANGE

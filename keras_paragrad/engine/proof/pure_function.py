@@ -1,4 +1,4 @@
-"""`PureFunction`: a model's computation as a pure function of data and state, on weights that hide no layer."""
+"""`PureFunction`: a model's computation as a pure function, (data, state) -> (results, new state)."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.engine.trials.trial import MOST_ELEMENTS, Inconclusive, row_count
 from keras_paragrad.storage.sharded import sharded_value
 
-# Weights of up to `_SMALL_VARIABLE` elements, all below `_TINY`, are replaced: they would hide the layers below them.
+# Weights of up to `_SMALL_VARIABLE` elements, all below `_TINY`, are replaced, as they hide what the layers below do.
 _SMALL_VARIABLE = 2**20
 _TINY = 1e-3
 
@@ -33,17 +33,17 @@ State = list[tf.Tensor]
 
 
 class PureFunction:
-    """A model's computation as a pure function: maps data and a state to the results and the new state.
+    """Maps data and a state to a model's results and the new state, as a pure function.
 
-    Batch normalization uses its moving statistics, since it is known to mix examples. Weights near zero, such as the
-    last ones of a residual branch, are replaced: they would hide the layers below them.
+    Batch normalization, which is known to mix examples, uses its moving statistics. Weights near zero, such as the last
+    ones of a residual branch, are replaced: a product with them would hide differences between parts.
 
     Args:
         model: A built layer or model.
         compute: Maps data to nested tensors. Traced, as in `fit`.
-        any_rows: Whether to trace it once for any number of rows, unless it needs to know the number.
-        total: The rows of the whole batch, if parts of it are to draw the random numbers that it draws for their rows.
-        variables: The variables that make up the state; by default, all of the model, which is built.
+        any_rows: Whether to trace `compute` once for any number of rows, if it can be traced so.
+        total: The number of rows of the whole batch. If given, each row gets the same random numbers in any part.
+        variables: The variables whose values are the state; by default, all of the model, which must be built.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PureFunction:
         self.variables = list(all_variables(model) if variables is None else variables)
         # Whether the computation draws random numbers by row; `None` before it is traced.
         self.draws: bool | None = None
-        # The paths of variables that it assigns, and that aren't the state's; but of metrics.
+        # The paths of variables outside of the state that the computation assigns, except those of metrics.
         self.assigned: list[str] = []
         # The function that was checked last, and the `tf.random.Generator`s from which it draws.
         self._checked: Any = None
@@ -79,7 +79,7 @@ class PureFunction:
     def __call__(self, data: Batch, state: State | None = None, first: int = 0) -> tuple[Any, State]:
         """Returns the results for `data` and the new state. By default, `state` is what `renew` has read.
 
-        `first` is the index in the whole batch of the first row of `data`; random numbers by row depend on it.
+        `first` is the index of the first row of `data` in the whole batch, on which random numbers depend.
         """
         state = self.start if state is None else state
         if self._any_rows:
@@ -100,14 +100,14 @@ class PureFunction:
                 tf.raw_ops.AssignVariableOp(resource=generator, value=value)
 
     def check(self, traced: Any) -> None:
-        """Refuses a traced function that uses a state that isn't in `variables`."""
+        """Refuses a function that assigns variables unknown to Keras, or draws from a generator."""
         if assigned_resources(traced.graph):
             raise Inconclusive("the model assigns to a variable that Keras doesn't know")
         if self._generators:
             raise Inconclusive("the model draws from a tf.random.Generator, whose numbers are no row's own")
 
     def _trace_for_any_rows(self, data: Batch, state: State) -> None:
-        """Traces the function for data like this with an unknown number of rows, if that works."""
+        """Traces the function for data with an unknown number of rows, if that works."""
         rows = row_count(data)
         if not all(isinstance(leaf, (tf.Tensor, type(None))) for leaf in keras.tree.flatten(data)):
             return
@@ -121,7 +121,7 @@ class PureFunction:
         try:
             self._function.get_concrete_function(keras.tree.map_structure(spec, data), state, 0, self._loss_weights)
         except Exception:
-            # Then the function is traced for each number of rows.
+            # Without this trace, the function is traced for each number of rows.
             _log.debug("A trial was not traced for any number of rows.", exc_info=True)
             self._function = tf.function(self._compute, autograph=False)
 
@@ -130,7 +130,7 @@ class PureFunction:
         return self._function.get_concrete_function(data, self.start, 0, self._loss_weights).graph
 
     def reseed(self) -> State:
-        """The start with different seeds. Results that change with them are random."""
+        """The start with different seeds. What changes with the seeds is random."""
         pairs = zip(self.variables, self.start, strict=True)
         return [value + 1 if is_seed(variable) else value for variable, value in pairs]
 
@@ -151,7 +151,7 @@ class PureFunction:
         with untouched(self.model, self.scope(state)) as scope, random_numbers as drawn:
             normalize_by_moving_statistics(self.model)
             if loss_weights:
-                # Values in place of variables, which may be mirrored.
+                # Weights of losses are replaced by values, as the variables may be mirrored.
                 compiled = self.model._compile_loss
                 pairs = zip(compiled._flat_losses, loss_weights, strict=True)
                 compiled._flat_losses = [loss._replace(loss_weights=weight) for loss, weight in pairs]
@@ -166,15 +166,15 @@ class PureFunction:
 
 
 class _KnownVariablesScope(keras.StatelessScope):
-    """A scope that has the values of a model's variables, and reads others, as of a loss, on one replica.
+    """A scope with the values of a model's variables. Other variables, such as a loss's, are read on one replica.
 
-    It refuses to read a metric: that would start a collective.
+    A metric's variables are refused, as reading them would start a collective.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self._known, self._reads = set(self.state_mapping), False
-        # The paths of other variables that are assigned, as of a loss.
+        # The paths of assigned variables that aren't the model's, such as a loss's.
         self.assigned: list[str] = []
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
@@ -213,11 +213,11 @@ def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywo
 
 
 def value_of(variable: keras.Variable) -> tf.Tensor:
-    """A variable's value on the first local replica; weights near zero are replaced randomly.
+    """A variable's value on the first local replica. Weights near zero are replaced by random ones.
 
     A sharded variable's value is whole, and random where workers would have to gather it.
     """
-    # Reading a metric's state directly is an all-reduce, which would block this thread forever.
+    # `variable.value` of a metric's state is an all-reduce, which would block this thread forever.
     sharded = sharded_value(variable)
     whole = sharded.read_locally() if sharded is not None else None
     local = local_replica_values(variable.value)[0] if whole is None else whole
@@ -240,7 +240,7 @@ def value_of(variable: keras.Variable) -> tf.Tensor:
 
 
 def _values_of_loss_weights(model: keras.layers.Layer) -> list[tf.Tensor]:
-    """The weights of the compiled losses if some are variables, else `[]`; 1 in place of weights near 0."""
+    """The weights of the compiled losses if some are variables, or else `[]`. Weights near 0 become 1."""
     if not getattr(model, "_compile_loss", None) or not model._compile_loss._flat_losses:
         return []
     weights: list[Any] = list(loss_weights_of(model))
@@ -253,7 +253,7 @@ def _values_of_loss_weights(model: keras.layers.Layer) -> list[tf.Tensor]:
 
 
 def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
-    """Draws values that are not near zero; matrices get both signs, or all rows would have similar outputs."""
+    """Draws values that are not near zero. Matrices get both signs: otherwise all rows would have similar outputs."""
     draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
     values = draw.uniform(0.05, 0.15, tuple(variable.shape))
     return tf.cast(values if values.ndim < 2 else values * draw.choice([-1.0, 1.0], values.shape), dtype)
@@ -261,9 +261,9 @@ def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
 
 @contextlib.contextmanager
 def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], list[tf.Tensor]]]:
-    """Watches the trainable weights in a stateless scope; yields a function that maps a scalar to its gradients.
+    """Context, in a stateless scope, that yields a function from a scalar to its gradients.
 
-    Leaves out very large weights, and weights that the scalar doesn't depend on.
+    They are for the trainable weights, except for very large ones, and for weights that don't affect the scalar.
     """
     weights = [weight.value for weight in model.trainable_variables if np.prod(weight.shape) <= MOST_ELEMENTS]
     tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
@@ -289,7 +289,7 @@ def _numbers(kind: str, generator: np.random.Generator, shape: list[int], argume
     return tf.floor(low + (high - low) * drawn)
 
 
-# The operations that draw: their modules, names and numbers.
+# The operations that draw: their modules, their names, and the `kind` of `_numbers`.
 _DRAWS: list[tuple[Any, str, str]] = [
     (gen_random_ops, "random_standard_normal", "normal"),
     (gen_random_ops, "truncated_normal", "truncated"),
@@ -303,18 +303,18 @@ _DRAWS: list[tuple[Any, str, str]] = [
 
 
 class Rows:
-    """The `count` rows from `first` on, of a batch of `total` rows; `draws` counts the random operations so far.
+    """The `count` rows from `first` on, of a batch of `total` rows. `draws` counts random operations.
 
-    `count` is `None` if the number of rows is unknown.
+    `count` is `None` if the number of rows isn't static.
     """
 
     def __init__(self, first: int, count: int | None, total: int):
         self.first, self.count, self.total, self.draws = first, count, total, 0
 
     def draw(self, kind: str, shape: Any, arguments: dict[str, Any]) -> Any:
-        """Draws the numbers of these rows; `None` if the shape isn't static.
+        """Draws the random numbers of these rows, or returns `None` if the shape isn't static.
 
-        Tensors with another number of rows get other numbers in each part; scalars and single rows get the same ones.
+        A tensor with another number of rows gets other numbers in each part. Scalars and single rows get the same ones.
         """
         if self.count is None:
             raise ValueError("random numbers are drawn for rows whose number isn't known while the graph is traced")
@@ -331,7 +331,7 @@ class Rows:
 
 
 def _draw(kind: str, rows: Rows, original: Callable[..., tf.Tensor], shape: Any, *args: Any, **kwargs: Any):
-    """Replaces a random operation of TensorFlow: calls it, and takes the values of `rows` instead, if any."""
+    """Replaces a random operation of TensorFlow: returns the numbers of `rows`, if there are any."""
     # The original's result gives the dtype.
     drawn = original(shape, *args, **kwargs)
     values = rows.draw(kind, shape, {**dict(zip(("minval", "maxval"), args, strict=False)), **kwargs})
@@ -344,13 +344,13 @@ _PATCH = ProcessPatch[Rows](
 
 
 def random_numbers_by_row(first: int, count: int | None, total: int) -> contextlib.AbstractContextManager[Rows]:
-    """Context in which, on this thread, tensors of `count` rows get the random numbers of rows from `first` on."""
+    """Context in which this thread's tensors of `count` rows get the random numbers of rows from `first` on."""
     return _PATCH.open(Rows(first, count, total))
 
 
 @contextlib.contextmanager
 def random_numbers_of_part(first: int, count: int, total: int) -> Generator[None]:
-    """Context, within `random_numbers_by_row`, of another part; later draws continue after the last part."""
+    """Context of a part, within `random_numbers_by_row`. After the last part, draws are counted on."""
     whole, part = cast(Rows, _PATCH.value), Rows(first, count, total)
     part.draws = whole.draws
     with _PATCH.open(part):

@@ -1,1 +1,1 @@
-"""Training, evaluation and prediction on replicas, whose batches may be empty."""
+"""Evaluates and predicts on replicas, and prepares a model for them. docs/guides/distribution.md explains how."""

@@ -1,6 +1,10 @@
-"""Evaluates and predicts on replicas: every example once, and in order. A replica without any computes a filler row.
+"""Evaluates and predicts on replicas: every example once, and in order.
 
-`EvaluationProof` asks of the first batch whether its parts give the loss and metrics of the whole.
+for each batch to evaluate, on each replica:
+    compute the losses of this replica's rows, or of a padding row if there is none
+    update metrics with the replica's rows, or if they aren't Keras's, with all rows
+    sum numerators, divisors and states over the replicas
+if the first batch shows that the losses of parts differ: run `test_step` on the whole batch, and divide calls
 """
 
 import functools
@@ -29,7 +33,7 @@ from keras_paragrad.engine.losses.logs import (
     metrics_result,
     update_metrics,
 )
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
 from keras_paragrad.engine.proof.call_trials import CallTrials
 from keras_paragrad.engine.proof.division import DividedLoss
@@ -57,7 +61,7 @@ from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_
 
 def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
     """Builds `model.test_function`."""
-    # Of the first batch: whether the replicas' losses and metrics give the whole batch's.
+    # The first batch shows whether the replicas' losses give the whole batch's.
     proof, loss = EvaluationProof(model, take), DividedLoss(model)
 
     def step(data: Batch) -> StepLogs:
@@ -65,12 +69,12 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             return _test_whole(model, data, proof.entered)
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
-        normalize = take.ordered.normalize if take.ordered else take.normalize
+        loss_divisor = take.ordered.loss_divisor if take.ordered else take.loss_divisor
         if (
-            normalize
-            and normalize.weighting == "auto"
+            loss_divisor
+            and loss_divisor.weighting == "auto"
             and (replica_count() > 1 or take.ordered)
-            and (proof.whole_losses or loss.find_refusal(normalize, None, filled, training=False))
+            and (proof.whole_losses or loss.find_refusal(loss_divisor, None, filled, training=False))
         ):
             if take.ordered:
                 raise IndivisibleError(
@@ -79,12 +83,12 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
                 )
             return _test_whole(model, data, proof.entered)
         if take.ordered:
-            compute = functools.partial(_compute_losses, model, normalize=normalize)
-            # Each part is a separate function, in which weights can't be gathered.
+            compute = functools.partial(_compute_losses, model, loss_divisor=loss_divisor)
+            # Each part is a function of its own, in which weights can't be gathered.
             with gather_before_pass(model):
                 sums = take.ordered.evaluate(model, replica_batch, filled, compute)
             return _results(model, TrackedLosses(model, sums, same=True))
-        evaluate = _compiled_alone(functools.partial(_compute_losses, normalize=normalize), take)
+        evaluate = _compiled_alone(functools.partial(_compute_losses, loss_divisor=loss_divisor), take)
         y_pred, sums = evaluate(model, filled)
         sums = sums.zero_unless(replica_batch.nonempty)
         batch = arguments_of(filled, y_pred)
@@ -102,7 +106,7 @@ def _test_whole(model: keras.Model, data: Batch, entered: Mapping[int, str] | No
 
 
 def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:
-    """The logs of all replicas; the metrics have been updated with this replica's examples."""
+    """The logs of all replicas, after each has updated metrics with its own examples."""
     shared = AllReducedResults(model, losses)
     return shared.results(sum_over_replicas(shared.parts))
 
@@ -124,7 +128,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Bat
             return model.predict_step(data)
         replica_batch = ReplicaBatch.of(data)
         outputs = _compiled_alone(_predict, take)(model, replica_batch.filled(data))
-        return replica_batch.drop_filler(outputs)
+        return replica_batch.drop_padding(outputs)
 
     def predict_batch(batch: Batch) -> Structure:
         outputs = strategy.run(without_optionals(model, step), args=(batch,))
@@ -160,12 +164,12 @@ def _gather(strategy: tf.distribute.Strategy, output: Any) -> tf.Tensor:
     return tf.concat(parts, 0)
 
 
-# Maps a model and data to nested tensors and a value known when it is traced.
+# Maps a model and data to nested tensors, and objects that are known once it is traced.
 ModelFunction = Callable[[keras.Model, Batch], Any]
 
 
 def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
-    """The function, or one that XLA compiles on each of several replicas, if the stage asks for it."""
+    """The function, or if `take` says so, one that XLA compiles on each of several replicas."""
     if not take.by_xla or replica_count() == 1:
         return function
 
@@ -180,11 +184,11 @@ def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
 
 
 def _compute_losses(
-    model: keras.Model, data: Batch, normalize: LossNormalization | None, *, divided: bool = False
+    model: keras.Model, data: Batch, loss_divisor: LossDivisor | None, *, divided: bool = False
 ) -> tuple[Structure, LossSums]:
     with as_one_replica():
         loss, arguments, terms = compute_loss(model, data, training=False)
-    weight = normalize.in_evaluation(model, arguments, terms) if normalize else None
+    weight = loss_divisor.in_evaluation(model, arguments, terms) if loss_divisor else None
     return arguments["y_pred"], loss_sums(model, loss, terms, rows_of(arguments["x"]), weight, divided=divided)
 
 
@@ -193,37 +197,37 @@ def _predict(model: keras.Model, data: Batch) -> Structure:
 
 
 class EvaluationProof:
-    """Asks once, before the first batch is evaluated."""
+    """Compares parts with the whole once, before the first batch is evaluated."""
 
     def __init__(self, model: keras.Model, take: Take):
         self.model, self._take = model, take
-        # Whether the loss differs, so that it is computed on the outputs of whole batches.
+        # Whether the loss of parts differs, so that it is computed on the outputs of whole batches.
         self.whole_losses = False
-        # Why calls of layers are not divided, by the layers' ids; `None` until they are tried.
+        # For layers whose calls aren't divided, by id, the reason; `None` until calls are tried.
         self.entered: Mapping[int, str] | None = None
         several = model.distribute_strategy.num_replicas_in_sync > 1
-        self._normalize = take.ordered.normalize if take.ordered else take.normalize
-        self._proves = take.prove and self._normalize is not None and bool(several or take.ordered)
+        self._loss_divisor = take.ordered.loss_divisor if take.ordered else take.loss_divisor
+        self._proves = take.prove and self._loss_divisor is not None and bool(several or take.ordered)
 
     @property
     def pending(self) -> bool:
         """Whether the first batch is still to come."""
-        if self._proves and losses_built(self.model) and are_needless(self.model, self._normalize):
+        if self._proves and losses_built(self.model) and are_needless(self.model, self._loss_divisor):
             self._proves = overrides_test_step(self.model)
         return self._proves
 
     def __call__(self, batch: Batch, update: bool) -> None:
-        """Takes the first batch before its step is traced. Ignores `update`."""
+        """Gets the first batch before its step is traced. Ignores `update`."""
         self._proves = False
-        model, normalize, rows = self.model, self._normalize, local_rows(batch)
-        assert normalize is not None
+        model, loss_divisor, rows = self.model, self._loss_divisor, local_rows(batch)
+        assert loss_divisor is not None
         answer = Answer()
         if not overrides_test_step(model) and rows is not None:
             build(model, rows)
             size, _ = part_size(model, Stages(take=self._take), batch)
-            parts = PartsOfBatch(normalize, size, in_sequence=False, on_replicas=True, training=False)
+            parts = PartsOfBatch(loss_divisor, size, in_sequence=False, on_replicas=True, training=False)
             answer = ask([*of_layers(model, rows, parts), *of_loss(model, rows, parts)])
-        auto = normalize.weighting == "auto"
+        auto = loss_divisor.weighting == "auto"
         if overrides_test_step(model) or auto:
             self.entered = CallTrials(model, model.test_step, rows).find()
         differs = bool(gather(worker_strategy(model), [int(bool(answer.found))]).any())
@@ -232,6 +236,6 @@ class EvaluationProof:
             reason = answer.found or ELSEWHERE
             log_once(model, f"{reason}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
         elif answer.difference:
-            warn_once(model, as_stated(answer.difference, normalize))
+            warn_once(model, as_stated(answer.difference, loss_divisor))
         elif answer.unproved:
             warn_once(model, answer.unproved)

@@ -31,7 +31,7 @@ _WARNS = Slot[bool]("warns", False)
 
 
 class _ListPerThread(collections.UserList[Any]):
-    """A list with separate contents in each thread, and so for each replica, in place of Keras's, `replaced`."""
+    """A list with other contents in each thread, and so for each replica. `replaced` is Keras's list."""
 
     def __init__(self, replaced: list[tf.Tensor]):
         self.replaced = replaced
@@ -46,7 +46,7 @@ class _ListPerThread(collections.UserList[Any]):
         return self.data[index]
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # A copied or pickled model gets a plain list, as Keras makes.
+        # A copied or pickled model gets a plain list, as a new model has.
         return list, ()
 
 
@@ -65,7 +65,7 @@ def join_added_losses(model: keras.Model) -> None:
             vars(layer)[_LOSSES] = losses.replaced
 
 
-# Maps Keras's adapter and the number of steps of an epoch to a replacement, or to `None` to keep Keras's.
+# Maps Keras's data adapter and an epoch's number of steps to another adapter, or to `None` to keep Keras's.
 Distribute = Callable[[Adapter, int | None], Adapter | None]
 
 _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
@@ -74,8 +74,8 @@ _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_functio
 def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute | None = None) -> None:
     """Makes a model's `fit`, `evaluate` and `predict` exact on replicas, until `uninstall_from_replicas`.
 
-    `take` is the filler of the *take* stage, which divides batches among replicas and combines their logs. `distribute`
-    distributes the data of `fit` and `evaluate` among workers; Keras does, if `None`.
+    `take` fills the *take* stage, which divides batches among replicas and combines their logs. `distribute` divides
+    the data of `fit` and `evaluate` among workers; `None` leaves that to Keras.
     """
     builder = StepBuilder.of(model)
     if builder.stages.take == take:
@@ -107,7 +107,6 @@ def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute |
 
 
 def _predict_on_batch(model: keras.Model, x: Structure) -> Structure:
-    """Predicts the rows of a batch on replicas: each row once, in order."""
     model.make_predict_function()
     outputs = model.predict_function([divide_batch(model.distribute_strategy, (x,))])
     return keras.tree.map_structure(
@@ -159,7 +158,7 @@ def _distribute_data(iterator: Any, distribute: Distribute) -> None:
 
 
 def make_on_demand(model: keras.Model, attribute: str, make: Callable[[], Callable[..., Any]]) -> Callable[..., None]:
-    """A method that sets a model's function unless it is set, as Keras's `make_test_function` does."""
+    """A method that sets a function of a model unless it is set, as Keras's `make_test_function` does."""
 
     def make_function(force: bool = False) -> None:
         if force or getattr(model, attribute) is None:
@@ -174,18 +173,18 @@ def drop_functions(model: keras.Model) -> None:
 
 
 def use_enqueuer_per_iterator(adapter: Adapter) -> None:
-    """Gives each iterator over a `PyDataset` with several workers its own enqueuer, stopped with the iterator.
+    """Gives each iterator over a `PyDataset` with several workers an enqueuer of its own.
 
-    Keras shares one among all iterators, and stops it at the end of an epoch. If `steps_per_epoch` continues an
-    iterator in the next epoch, a dataset on replicas, which prefetches, may find it stopped: "Iterator called after
-    `on_epoch_end`", and batches change their order.
+    Keras shares one enqueuer among all iterators, and stops it at the end of an epoch. With `steps_per_epoch`, an
+    iterator goes on in the next epoch. A dataset on replicas prefetches, and may find the enqueuer stopped: "Iterator
+    called after `on_epoch_end`", and batches change their order.
     """
     if not isinstance(adapter, PyDatasetAdapter) or adapter.enqueuer is None:
         return
     dataset, shuffle, enqueuer_class = adapter.py_dataset, adapter.shuffle, type(adapter.enqueuer)
 
     def batches() -> Generator[Batch]:
-        # Copy the adapter rather than make a new one: Keras 3.16 shuffles by the adapter's epoch number.
+        # A copy keeps the adapter's epoch number, by which Keras 3.16 shuffles.
         reader = copy.copy(adapter)
         reader.enqueuer = enqueuer_class(
             dataset, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size, shuffle
@@ -200,7 +199,7 @@ def use_enqueuer_per_iterator(adapter: Adapter) -> None:
 
 
 def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
-    """Makes a strategy warn, once, if an unprepared model is trained on its replicas."""
+    """Makes a strategy warn once, if an unprepared model is trained on its replicas."""
     if strategy.num_replicas_in_sync == 1 or _WARNS.of(strategy):
         return
     distribute = strategy.experimental_distribute_dataset

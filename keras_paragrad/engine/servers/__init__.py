@@ -1,1 +1,1 @@
-"""Models whose weights are on parameter servers."""
+"""Trains models whose weights are on parameter servers. docs/guides/parameter_servers.md explains how."""

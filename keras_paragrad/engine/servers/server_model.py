@@ -1,6 +1,7 @@
-"""Installs methods on a model that run its steps on workers; its variables are on parameter servers.
+"""Makes a model, whose variables are on parameter servers, run its steps on workers.
 
-The states of its metrics are a vector: steps on workers return increments, and the chief sums them.
+chief: for each batch, send a step to the next idle worker; states of metrics = start + sum of the returned increments
+worker: read the weights, compute, update the weights; return the increments of the states of metrics
 """
 
 import contextlib
@@ -29,10 +30,10 @@ Result = TypeVar("Result")
 
 
 class MetricStates:
-    """Sums the steps' contributions to the states of a model's metrics, in any order of arrival.
+    """Sums the steps' increments of the states of a model's metrics, in any order.
 
-    Keras reads and then writes a metric's variables, between which other workers may write too. Here each step computes
-    its contribution, and the chief adds it: no example is lost or counted twice. A state that is not a sum is refused.
+    Keras reads and then writes a metric's variables, and another worker may write in between. Here a step returns
+    increments, and the chief adds them. So no example is lost or counted twice. A state that is not a sum is refused.
     """
 
     def __init__(self, model: keras.Model):
@@ -56,7 +57,7 @@ class MetricStates:
         return [id(variable) for variable in model.metrics_variables] == [id(variable) for variable in self._variables]
 
     def compute_added(self, step: Callable[[], StepLogs]) -> tf.Tensor:
-        """Runs a step while it is traced; returns the increments of the states. Refuses logs that aren't metrics."""
+        """Traces a step. Returns its increments of the states. Refuses logs that aren't metrics."""
         with _holding_tensors(self._variables):
             type(self._model).reset_metrics(self._model)
             before = _packed(self._variables)
@@ -69,7 +70,7 @@ class MetricStates:
             self._total = self._start.copy()
 
     def add(self, added: np.ndarray) -> None:
-        """Adds the contribution of a step. Thread-safe."""
+        """Adds the increments of a step. Thread-safe."""
         with self._lock:
             self._total += added
 
@@ -106,7 +107,7 @@ def _check_logs(model: keras.Model, logs: object) -> None:
 
 @contextlib.contextmanager
 def _holding_tensors(variables: list[keras.Variable]) -> Generator[None]:
-    """Context in which variables hold tensors: assignments don't reach a server, and are discarded at the end."""
+    """Context in which variables hold tensors. Assignments don't reach a server, and are discarded at the end."""
     with contextlib.ExitStack() as stack:
         for variable in variables:
             rebind = functools.partial(_rebind, variable)
@@ -141,7 +142,7 @@ def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[
 def _open_batch_size(data: Batch) -> Batch:
     """Makes the number of rows dynamic, as in `fit` on one device.
 
-    Keras weights the outputs' losses by the static number of rows: without this, all batches would weigh the same.
+    Keras weights the outputs' losses by the static number of rows. Without this, all batches would weigh the same.
     """
 
     def open_batch_size(leaf: Any) -> Any:
@@ -165,7 +166,7 @@ def _open_rows(tensor: tf.Tensor) -> tf.Tensor:
 def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Generator[None]:
     """Context in which an optimizer's counter is incremented on its server, atomically.
 
-    Keras reads it and then writes it, so increments of other workers in between would be lost.
+    Keras reads the counter and then writes it, so increments of other workers in between would be lost.
     """
     with contextlib.ExitStack() as stack:
         for inner in [] if optimizer is None else updating_optimizers(optimizer):
@@ -193,8 +194,8 @@ class StepSender(Protocol):
 class ParameterServerModel:
     """Runs a model's steps on workers, with its weights on parameter servers.
 
-    `check` is called before a train function is built, and raises if the model can't be trained with parameter servers.
-    `waits` says whether each call of the train and test functions waits for its steps, as in `train_on_batch`.
+    `check` is called before a train function is built, and raises if parameter servers can't train the model. `waits`
+    says whether each call of the train and test functions waits for its steps, as in `train_on_batch`.
     """
 
     def __init__(self, model: keras.Model, sender: StepSender, check: Callable[[], None]):
@@ -213,7 +214,7 @@ class ParameterServerModel:
         self.install()
 
     def install(self) -> None:
-        """Installs the methods, again if another component has uninstalled its own."""
+        """Installs the methods, unless they are. Another component may have removed them with its own."""
         if self._model.__dict__.get("make_train_function") is self._methods["make_train_function"]:
             return
         replace_methods(self._model, **self._methods)
@@ -249,7 +250,7 @@ class ParameterServerModel:
         return predict
 
     def _function(self, run_step: Step) -> TrainFunction:
-        """A train or test function that sends steps to workers; each returns its increments of metrics' states."""
+        """A train or test function that sends a step to a worker for each batch."""
         metric_states = self._metrics
 
         def contribute(data: Batch) -> tf.Tensor:

@@ -1,1 +1,1 @@
-"""The train function and the stages of a step."""
+"""The stages of a step: gradient, sum of parts, update. docs/architecture.md: "One step"."""

@@ -31,7 +31,7 @@ from keras_paragrad.compat.optimizer import (
 )
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
-from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.divisors import Divisor
 from keras_paragrad.engine.step.interception import noticing_applies
 from keras_paragrad.storage.row_gradients import scale_gradient, warn_of_lookups
 from keras_paragrad.storage.storage import (
@@ -45,12 +45,12 @@ from keras_paragrad.storage.updating import refresh, squared_norms, updating
 
 
 class Contribution(NamedTuple):
-    """How a replica's gradient is added to an accumulation window: three float32 scalars.
+    """How a replica adds its gradient to an accumulation window: three float32 scalars.
 
-    Attributes:
-        scale: The factor of the gradient.
-        weight: Added to this replica's window weight. An update divides the sum of gradients by the sum of weights.
-        decay: The factor of the window's weight so far: 0 if gradients are summed and not averaged.
+        gradients <- gradients + scale * gradient,    weights <- decay * weights + weight
+
+    At the end, the update is (sum of `gradients` over replicas) / (sum of `weights` over replicas). `decay` is 0 if the
+    loss is a sum, so that the sum of `weights` stays 1.
     """
 
     scale: Scalar
@@ -58,16 +58,16 @@ class Contribution(NamedTuple):
     decay: Scalar = 1.0
 
     @classmethod
-    def of(cls, normalizer: Normalizer | None, *, same: bool = False) -> "Contribution":
-        """The contribution of a `Gradient` whose loss was divided by a normalizer; if `None`, all count equally.
+    def of(cls, divisor: Divisor | None, *, same: bool = False) -> "Contribution":
+        """The contribution of a gradient whose loss has this divisor; without one, all gradients count equally.
 
-        If `same`, every replica has the gradient of the whole batch; if not, each replica has the gradient of its part.
+        `same` says whether every replica has the gradient of the whole batch, rather than of its own rows.
         """
         replicas = 1 if same else replica_count()
-        if normalizer is None or normalizer.summed:
+        if divisor is None or divisor.summed:
             # The replicas' weights sum to 1.
-            return cls(1.0, 1.0 / replicas, decay=1.0 if normalizer is None else 0.0)
-        value = tf.cast(normalizer.value, "float32")
+            return cls(1.0, 1.0 / replicas, decay=1.0 if divisor is None else 0.0)
+        value = tf.cast(divisor.value, "float32")
         # The gradient's loss was multiplied by the equal share.
         return cls(value * replicas, value)
 
@@ -84,10 +84,10 @@ def apply_gradient(
 ) -> list[tf.Tensor] | None:
     """Passes gradients to an optimizer; called on every replica.
 
-    With `reduce_first`, the sum over the replicas is exactly the batch's gradient, which is all-reduced before it is
-    clipped, as on one device, unless every replica has it already (`reduced`). Otherwise Keras's optimizer all-reduces
-    gradients after clipping, and an accumulating optimizer itself. `contribution` is to an accumulation window; all
-    count equally, if `None`.
+    With `reduce_first`, gradients are all-reduced before they are clipped, as one device clips the batch's gradient.
+    Otherwise Keras's optimizer all-reduces gradients after clipping. An accumulating optimizer all-reduces its sums.
+    `reduced` says that every replica has the batch's gradient already. Without `contribution`, all gradients count
+    equally in a window.
 
     Returns the sums of `also_reduce`, from the same collective, or `None` if gradients were not all-reduced here.
     """
@@ -140,10 +140,10 @@ def apply_same(
     variables: Sequence[keras.Variable],
     contribution: Contribution | None = None,
 ) -> None:
-    """Passes gradients of a whole batch, which every replica has, to an optimizer; called on every replica."""
+    """Passes the whole batch's gradients, which every replica has, to an optimizer on every replica."""
     counted = None
     if find_accumulator(optimizer):
-        # A window's sums are summed over the replicas. Those of one count: equal shares would be rounded.
+        # The window sums over the replicas. Only the first replica's gradient counts, as equal shares would be rounded.
         first = tf.constant(float(replica_index() == 0))
         scale, weight, decay = contribution or Contribution(1.0, 1.0)
         counted = Contribution(scale * first, weight * first, decay)
@@ -151,7 +151,7 @@ def apply_same(
 
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:
-    """Whether the optimizer skips gradients that overflow, and can miss an overflow on another replica."""
+    """Whether the optimizer skips gradients that overflow, and may not see an overflow on another replica."""
     skips = unwrap_loss_scale(optimizer) is not optimizer
     # Replicas hold different shards of the same gradients.
     return skips or (
@@ -161,7 +161,7 @@ def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[
 
 
 def _nonfinite_everywhere(gradients: Gradients) -> list[GradientTensor | None]:
-    """Makes gradients NaN on all replicas if one overflows: a `LossScaleOptimizer` checks the first replica alone."""
+    """Makes gradients NaN on all replicas if one overflows. A `LossScaleOptimizer` looks at the first replica only."""
     values = [
         gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         for gradient in gradients
@@ -182,14 +182,14 @@ def apply_everywhere(
 ) -> None:
     """Applies all-reduced gradients on every replica; called in cross-replica context, with a built optimizer.
 
-    `per_replica` is of `cross_replica`. Gradients, and the results of `squared_norms`, are grouped by replica.
+    `per_replica` is what `cross_replica` passes to its function. Gradients and squared norms are grouped by replica.
     """
     norms_by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
     unreduced = UnreducedOptimizers()
 
     def apply(gradients: Gradients, norms: Sequence[tf.Tensor | None]):
         norms_by_replica[replica_index()] = norms
-        # No optimizer that updates, however it is nested, sums the gradients over the replicas again.
+        # Keeps each nested optimizer that updates from summing the gradients over the replicas again.
         with noticing_applies(unreduced.add):
             optimizer.apply(gradients, variables)
 
@@ -206,12 +206,12 @@ def apply_everywhere(
         for inner, frequency in frequencies:
             inner.ema_overwrite_frequency = frequency
         unreduced.restore()
-    # Constraints read the averages: within `updating`, from the shards, as their copies are outdated until `refresh`.
+    # Constraints read the averages from the shards, within `updating`: copies of shards are outdated until `refresh`.
     with updating(optimizer, variables, norms_by_replica):
         for (inner, frequency), earlier in zip(frequencies, counts, strict=True):
             if earlier is not None and inner.built:
                 now = _update_count(inner)
-                # Not after an update that a loss scale skipped: before the first update, averages are zeros.
+                # A loss scale may have skipped the update. Before the first update, averages are zeros.
                 due = tf.logical_and(tf.not_equal(now, earlier), tf.equal(now % frequency, 0))
                 run_if(due, functools.partial(_overwrite_with_average, per_replica, inner))
     per_replica(functools.partial(refresh, variables))
@@ -230,6 +230,6 @@ def _overwrite_with_average(per_replica: OnReplicas, optimizer: keras.optimizers
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
 
-    # Keras does this at the end of `fit`. Called on the base class: a user's optimizer may do more there.
+    # Keras calls this at the end of `fit`. A user's optimizer may override it to do more, so the base class is called.
     BaseOptimizer.finalize_variable_values(optimizer, variables)
     per_replica(constrain)

@@ -1,4 +1,8 @@
-"""A part's contribution to its batch, and the addition of parts.
+"""What a part gives to its batch, and the addition of parts.
+
+    part p      (d_p g_p, d_p, losses, effects): the gradient g_p, and the divisor d_p of its loss; all entries are sums
+    p + q       the sums of the entries
+    the batch   sum_p d_p g_p / sum_p d_p;  sum_p g_p, if the loss is a sum
 
 A part has some of the batch's rows: a slice, a micro-batch of a pipeline, or a fixed part of deterministic training.
 """
@@ -14,18 +18,18 @@ from keras_paragrad.compat.optimizer import unwrap_loss_scale
 from keras_paragrad.compat.types import Batch, Gradients, Scalar
 from keras_paragrad.engine.batches.replica_batch import rows_of, static_row_count
 from keras_paragrad.engine.calls.divided import Result, RowSlices
-from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.divisors import Divisor
 from keras_paragrad.engine.losses.logs import LossSums
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, equal_share, gradient_of
 from keras_paragrad.storage.row_gradients import Lookups, accumulate_gradient, dense_if_linear, scale_gradients
 
 
 class BatchPart(NamedTuple):
-    """A part's contribution to its batch: sums, never means, so parts add with `+`.
+    """What a part gives to its batch. All entries are sums, not means, so parts add with `+`.
 
     Attributes:
         model: The model.
-        gradients: For each trainable weight, its gradient times `weight`, or `None` if there is none.
+        gradients: Each trainable weight's gradient times `weight`, or `None` for a weight without a gradient.
         weight: The divisor of the part's losses, by which parts are weighted.
         losses: The numerators and denominators of the losses to log.
         effects: Nested tensors that add up too, such as changes of the states of metrics.
@@ -33,7 +37,7 @@ class BatchPart(NamedTuple):
 
     model: keras.Model
     gradients: Gradients
-    weight: Normalizer
+    weight: Divisor
     losses: LossSums
     effects: Any = ()
 
@@ -41,9 +45,9 @@ class BatchPart(NamedTuple):
     def of(
         cls, model: keras.Model, gradient: Gradient, share: Scalar | None = None, *, alike: bool = False
     ) -> "BatchPart":
-        """Makes a part from the gradient of its loss times `share` (1, if `None`).
+        """Makes a part from a gradient whose loss was multiplied by `share` (1, if `None`).
 
-        If all parts count `alike`, its weight is 1, and otherwise the divisor of its loss.
+        The weight is the divisor of the part's loss, or 1 if all parts count `alike`.
         """
         assert gradient.weight is not None, "the split stage weights every part"
         assert gradient.sums is not None, "losses of parts are not left to Keras"
@@ -54,7 +58,7 @@ class BatchPart(NamedTuple):
         return cls(model, gradients, gradient.weight._replace(value=weight), gradient.sums)
 
     def __add__(self, other: "BatchPart") -> "BatchPart":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adds two parts; keeps the larger of two float8 scales, which aren't sums."""
+        """Adds two parts. Of two float8 scales, which aren't sums, the larger one is kept."""
         pairs = zip(self.model.trainable_weights, self.gradients, other.gradients, strict=True)
         gradients = [one if two is None else accumulate_gradient(variable, one, two) for variable, one, two in pairs]
         weight = other.weight._replace(value=self.weight.value + other.weight.value)
@@ -63,18 +67,18 @@ class BatchPart(NamedTuple):
 
     @property
     def rows(self) -> list[tf.Tensor]:
-        """The tensors that are concatenated: lookups of rows that examples name."""
+        """The tensors to concatenate: gradients of embeddings, with an entry for each lookup."""
         return [tensor for each in self.gradients if isinstance(each, Lookups) for tensor in each.rows]
 
     @property
     def sums(self) -> list[Any]:
-        """The tensors that add up."""
+        """The tensors to add."""
         pieces = [each.sums if isinstance(each, Lookups) else each for each in self.gradients]
         nested = pieces, self.weight.value, self.losses.vector, self.effects
         return [tensor for tensor in keras.tree.flatten(nested) if tensor is not None]
 
     def with_tensors(self, sums: Iterable[Any], rows: Iterable[Any] = ()) -> "BatchPart":
-        """The part with these tensors in place of its `sums` and `rows`, in the same order."""
+        """The part with its `sums` and `rows` replaced, in the same order."""
         following, concatenated = iter(sums), iter(rows)
 
         def replaced(gradient: Any) -> Any:
@@ -87,7 +91,7 @@ class BatchPart(NamedTuple):
         return BatchPart(self.model, gradients, weight, losses, _map(lambda _: next(following), self.effects))
 
     def by_replica(self) -> list["BatchPart"]:
-        """Gathers the parts of all replicas, in order, on every replica: by sums with zeros, which don't round."""
+        """The parts of all replicas, in order, on every replica. They are added to zeros, which doesn't round."""
         count, here = replica_count(), replica_index()
         rows = [
             tf.stack([tensor if replica == here else tf.zeros_like(tensor) for replica in range(count)])
@@ -97,7 +101,7 @@ class BatchPart(NamedTuple):
         return [self.with_tensors(sums) for sums in zip(*gathered, strict=True)]
 
     def finish(self) -> Gradient:
-        """The gradient of the batch, if this part is the sum of all its parts; divided by their weights' sum."""
+        """The gradient of the batch, from the sum of all its parts. Divides by the sum of the weights."""
         variables = self.model.trainable_weights
         divisor = tf.constant(1.0) if self.weight.summed else self.weight.value
         means: list[Any] = [
@@ -122,9 +126,9 @@ def compute_part(
     before: BatchPart | None = None,
     **fields: Any,
 ) -> BatchPart:
-    """Computes a part, with rows `data`, of a batch of `rows` rows.
+    """Computes the part with the rows `data` of a batch of `rows` rows; `alike` as in `BatchPart.of`.
 
-    `fields` replace fields of the context, `before` is the part before, and `alike` is as in `BatchPart.of`.
+    `fields` replace fields of the context, and `before` is the part before this one.
     """
     share, model = None, context.model
     if scales_loss(model):
@@ -140,7 +144,7 @@ def compute_part(
 
 
 def scales_loss(model: keras.Model) -> bool:
-    """Whether gradients have a loss scale: a mean over a part is larger than over the batch, and could overflow."""
+    """Whether the optimizer scales the loss. A part's scaled mean may overflow where the batch's doesn't."""
     return model.optimizer is not None and unwrap_loss_scale(model.optimizer) is not model.optimizer
 
 
@@ -148,7 +152,7 @@ def sum_slices(context: StepContext, data: Batch, slices: RowSlices, rows: tf.Te
     """The sum of the slices of a batch of `rows` rows; `how` as in `compute_part`."""
     leaves = keras.tree.flatten(data)
     present = [leaf for leaf in leaves if leaf is not None]
-    # The part that was traced last: it has the form of the sum.
+    # The slice that was traced last. The sum of all slices has the same structure.
     traced: list[BatchPart] = []
 
     def compute(some: list[Any], whole: list[Any], state: list[Any]) -> Result:
@@ -159,8 +163,8 @@ def sum_slices(context: StepContext, data: Batch, slices: RowSlices, rows: tf.Te
         return Result(traced[0].rows, traced[0].sums, [])
 
     def add(one: list[Any], other: list[Any]) -> list[Any]:
-        alike = [each._replace(by_example=None) if isinstance(each, Lookups) else each for each in traced[0].gradients]
-        form = traced[0]._replace(gradients=alike)
+        added = [each._replace(by_example=None) if isinstance(each, Lookups) else each for each in traced[0].gradients]
+        form = traced[0]._replace(gradients=added)
         return (form.with_tensors(one) + form.with_tensors(other)).sums
 
     result, _ = slices._replace(add=add).run(compute, present, [], [], None)
@@ -168,5 +172,5 @@ def sum_slices(context: StepContext, data: Batch, slices: RowSlices, rows: tf.Te
 
 
 def _map(function: Callable[..., Any], *nested: Any) -> Any:
-    """Maps nested tensors; leaves `None` as it is."""
+    """Maps nested tensors, and keeps each `None`."""
     return keras.tree.map_structure(lambda *leaves: None if leaves[0] is None else function(*leaves), *nested)

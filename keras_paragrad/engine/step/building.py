@@ -1,4 +1,4 @@
-"""Builds models, losses, metrics and optimizers outside of the graphs of steps, and checks how they were built."""
+"""Builds models, losses, metrics and optimizers before steps, and checks how they were built."""
 
 import contextlib
 import functools
@@ -47,7 +47,7 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
 
 
 def _of_any_size(tensor: tf.Tensor | np.ndarray | keras.KerasTensor | None) -> keras.KerasTensor | None:
-    """Leaves the batch size open: weights depend on the shape of an example alone."""
+    """A symbolic tensor with any number of rows, as weights depend on an example's shape only."""
     if tensor is None:  # an optional input
         return None
     return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
@@ -59,10 +59,10 @@ def has_build(layer: keras.layers.Layer) -> bool:
 
 
 def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
-    """Builds what Keras's `_maybe_symbolic_build` builds, from one replica's part of an iterator's first batch.
+    """Builds what Keras's `_maybe_symbolic_build` builds, from one replica's rows of the first batch.
 
-    Without an iterator, `data_batch` is that batch. Keras averages the replica batches to read their shape, which fails
-    if their sizes differ.
+    The first batch is the iterator's, or else `data_batch`. Keras averages the replicas' batches to read their shape,
+    which fails if their sizes differ.
     """
     if all(layer.built for layer in model._flatten_layers()) and is_fully_built(model):
         return
@@ -83,14 +83,14 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
 
 
 def _optimizer_left_to_step(model: keras.Model) -> contextlib.AbstractContextManager[object]:
-    """Context in which Keras builds no optimizer of a custom `train_step`, which may update only some weights."""
+    """Context in which Keras doesn't build the optimizer. A custom `train_step` may update only some weights."""
     if not overrides_train_step(model) or model.optimizer is None or model.optimizer.built:
         return contextlib.nullcontext()
     return patched(model, lambda: _ReplacedBuild([model.optimizer], lambda build, variables: None))
 
 
 class _ReplacedBuild(MethodPatch):
-    """Makes `build` of optimizers call a function, with the original `build` and its argument."""
+    """Makes `build` of optimizers call a function, with the original `build` and the variables."""
 
     def __init__(self, optimizers: Sequence[keras.optimizers.Optimizer], build: Callable[..., None]):
         super().__init__()
@@ -102,7 +102,7 @@ class _ReplacedBuild(MethodPatch):
 
 
 def build_layers_by_step(model: keras.Model, data: Batch) -> None:
-    """Builds the layers and metrics of a model by its own `train_step`, on two synthetic rows, without any update."""
+    """Builds layers and metrics by a run of the model's own `train_step`: on two synthetic rows, without an update."""
     # Compiled losses and metrics create their variables in their first call.
     compiled = [container for container in (model._compile_loss, model._compile_metrics) if container is not None]
     built = all(layer.built for layer in all_layers(model))
@@ -137,16 +137,16 @@ def _gradient_or_zeros(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replaces `tape.gradient`, which is `original`, if a step for several replicas is only built: returns zeros.
+    """Replaces `tape.gradient`, which is `original`, while a step is built: returns zeros for several replicas.
 
-    Mirrored variables have no gradient outside of their replicas, and no update uses it.
+    Mirrored variables have no gradient outside of their replicas. No update uses the zeros.
     """
     if replicas == 1:
         return original(tape, target, sources, *args, **kwargs)
     return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
 
-# Variables are made and not assigned. Opened with the number of replicas.
+# While it is open, with the number of replicas, variables are created but never assigned.
 _WITHOUT_UPDATES = ProcessPatch[int](
     lambda: (
         Replacement(Variable, "assign", lambda replicas, original, variable, value: variable),
@@ -161,18 +161,18 @@ def losses_built(model: keras.Model) -> bool:
 
 
 def build_losses(model: keras.Model, data: Batch, *, metrics: bool = False) -> None:
-    """Builds the compiled losses, and metrics if requested, from a batch or a slice, unless they are built.
+    """Builds the compiled losses, and with `metrics` the compiled metrics, from a batch or a slice.
 
-    Called within a step or before it. Under a strategy, Keras builds them.
+    It is called before a step or within it.
     """
     compiled = model._compile_metrics if metrics else None
     if losses_built(model) and (compiled is None or compiled.built):
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    # Outside of the graph below, which would own the variables.
+    # The model is built before the graph below, which would own the variables.
     build_by_calling(model, x)
     scope = keras.StatelessScope(collect_losses=True)
-    # In a graph that never runs: the losses need the structure of the outputs.
+    # The losses need the structure of the outputs, so the model is called in a graph that never runs.
     with (
         FuncGraph("losses").as_default(),
         SymbolicScope(),
@@ -206,7 +206,7 @@ def is_fully_built(model: keras.Model) -> bool:
 
 
 def _first_batch(iterator: EpochIterator) -> Batch:
-    """Reads the first batch; `fit` still gets it if the data adapter can peek."""
+    """Reads the first batch. If the data adapter can peek, `fit` reads that batch again."""
     first = getattr(iterator.data_adapter, "first_batch", None)
     if first:
         return first()
@@ -263,7 +263,7 @@ def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.Abstrac
 
 
 def build_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Checks an optimizer that a step calls, builds it for the variables, and installs their storages in it."""
+    """Checks an optimizer, builds it, and makes it update variables by their storages."""
     if any_divided(variables):
         check_optimizer_of_shards(optimizer)
     if not optimizer.built:
@@ -273,7 +273,7 @@ def build_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.V
             with strategy.scope():
                 build_optimizer(optimizer, variables)
 
-        # In another thread: TensorFlow refuses to make variables while it retraces a function.
+        # TensorFlow refuses to make variables in a thread that retraces a function.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(build_in_scope).result()
     install_storages(optimizer, variables)

@@ -22,7 +22,7 @@ _ATTRIBUTE = "data_order"
 
 
 class DataOrder(SavedVariables):
-    """The checksum, saved with the optimizer: two numbers below 2**31, exact in sums over replicas."""
+    """The checksum, saved with the optimizer: two numbers below 2**31, which replicas add without rounding."""
 
     def __init__(self):
         super().__init__()
@@ -39,10 +39,10 @@ class DataOrder(SavedVariables):
 
 
 def follow_data_order(model: keras.Model, before: Any, *, follow: bool) -> keras.optimizers.Optimizer | None:
-    """Attaches a `DataOrder` to a model's optimizer if `follow`, and returns the optimizer; otherwise, returns `None`.
+    """Attaches a `DataOrder` to a model's optimizer if `follow`. Returns that optimizer, or `None`.
 
-    `before` is the optimizer that the last call returned. Its checksum moves to another one that wraps it, or that it
-    wraps, and is else detached.
+    `before` is what the last call returned. If the two optimizers share an inner one, the checksum moves to the new
+    optimizer; if not, it is dropped.
     """
     optimizer = model.optimizer if follow and model.compiled else None
     kept = None

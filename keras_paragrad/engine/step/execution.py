@@ -1,4 +1,4 @@
-"""The train function, which Keras's `fit` calls with its iterator: takes batches, and runs compiled steps on them.
+"""The train function, which `fit` calls with an iterator: runs compiled steps on batches.
 
 for each call, with the next `steps_per_execution` batches of the iterator:
     before an epoch's first batch, ask again how batches are divided: the function may be made anew     (renew)
@@ -35,9 +35,9 @@ from keras_paragrad.engine.tracing.announcing import announcing, announcing_part
 from keras_paragrad.engine.tracing.effects import draws_from_graph
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
-# Refuses or warns; called after the step is traced, since errors of the trace are more informative.
+# Raises or warns. It is called after the step is traced, whose own errors say more.
 PostTraceCheck = Callable[[], None]
-# Gets a batch before its step is traced; may return a function to call after the trace, before the step runs.
+# Gets a batch before its step is traced. What it returns is called after the trace, before the step runs.
 Check = Callable[[Batch], PostTraceCheck | None]
 # Maps an iterator, and whether each batch ends with an update, to the last batch's logs; `None` without a batch.
 Execute = Callable[[BatchIterator, list[bool]], StepLogs | None]
@@ -46,20 +46,20 @@ _TOO_LARGE = "keras_paragrad: a batch is larger than a slice"
 
 
 class Proof(Protocol):
-    """Proves on the first batches that their parts give what they give."""
+    """Compares the parts of the first batches with the whole batches."""
 
     @property
     def pending(self) -> bool:
-        """Whether batches are still to come."""
+        """Whether another batch is needed."""
         ...
 
     def __call__(self, batch: Batch, update: bool) -> PostTraceCheck | None:
-        """Takes a batch, which ends an update if `update` says so, before its step is traced."""
+        """Gets a batch before its step is traced; `update` says whether the step ends with an update."""
         ...
 
 
 class SeenBatches:
-    """Batches that a train function takes from the data without training on them; `left` are still to come."""
+    """Batches that a train function reads without training on them; `left` of them are still to come."""
 
     def __init__(self):
         self.left = 0
@@ -70,7 +70,7 @@ class SeenBatches:
         self.left, self._then = batches, then
 
     def skip(self, iterator: Any, limit: int) -> int:
-        """Takes up to `limit` of the batches to skip from an iterator, and returns how many it has taken."""
+        """Reads up to `limit` of the batches to skip, and returns how many it has read."""
         skipped, batch = min(self.left, limit), None
         try:
             for _ in range(skipped):
@@ -90,16 +90,16 @@ class SeenBatches:
 
 
 class StepExecution(NamedTuple):
-    """What is done around the steps of a model, in its stages.
+    """How steps of a model are compiled and run on the batches of an iterator.
 
     Attributes:
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
-        stages: How batches are taken, and steps are run; the steps themselves run the other stages.
+        stages: The filled stages. Those within a step are run by the step itself.
         seen: The batches to skip.
         why_whole: Returns why a batch that is larger than a slice can't be trained on, or `None`.
-        prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
-        proof: Gets the first batch, or the batches of the first update, before their steps.
-        renew: Called in each call; makes the function anew, if batches are to be divided otherwise.
+        prepare: Called before a step may be traced, with the iterator and the specs of a replica's batches.
+        proof: Gets the first batch, or the batches of the first update, before their steps run.
+        renew: Called first in each call. Returns a new train function if batches are to be divided in another way.
     """
 
     model: keras.Model
@@ -123,7 +123,7 @@ class StepExecution(NamedTuple):
         in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and not self.stages.mesh
 
         def compiled(steps: Sequence[Step]) -> tuple[Execute, Execute, list[CompiledStep]]:
-            """An executor for iterators of TensorFlow, one for any iterator, and their steps."""
+            """Runs several batches: of TensorFlow's iterators, or of any iterator. Also returns the compiled steps."""
             functions = [CompiledStep(self, step) for step in steps]
             by_host = _by_host(self, functions)
             return _in_graph(model, functions) if in_graph else by_host, by_host, functions
@@ -162,7 +162,7 @@ class StepExecution(NamedTuple):
             try:
                 with self.stages.running():
                     proves = self.proof is not None and self.proof.pending
-                    # The first batch may have run by itself, and drawn random numbers.
+                    # Another graph would repeat the random numbers that the first batch, which ran alone, has drawn.
                     alone = proves or not of_tensors or any(step.draws for step in functions)
                     logs = (by_host if alone else within)(iterator, updates)
             except tf.errors.InvalidArgumentError as error:
@@ -185,9 +185,9 @@ class StepExecution(NamedTuple):
 
 
 class CompiledStep:
-    """A step of one replica on all replicas, as a function that TensorFlow never inlines.
+    """Runs a replica's step on all replicas, as a function that TensorFlow never inlines.
 
-    If inlined, its counters could advance for a batch that turns out not to exist. The model's `jit_compile` and
+    An inlined step could advance its counters for a batch that turns out not to exist. The model's `jit_compile` and
     `run_eagerly` apply.
     """
 
@@ -218,7 +218,7 @@ class CompiledStep:
         compiled = without_optionals(model, checked)
         self._run = stages.mesh(compiled) if stages.mesh else compiled
         self._function: Any = one_step
-        # Whether a `tf.function` takes the batches. TensorFlow can't pass a mesh's batches to one.
+        # Whether batches are arguments of a `tf.function`. On a mesh, TensorFlow can't pass them.
         self._in_functions = not stages.mesh and not model.run_eagerly
         self._get_next = tf.function(
             releasing(lambda iterator: iterator.get_next()), reduce_retracing=True, autograph=False
@@ -226,7 +226,7 @@ class CompiledStep:
         self._take = tf.function(
             releasing(lambda iterator: self(iterator.get_next())), reduce_retracing=True, autograph=False
         )
-        # The iterator for which the step was last traced, and whether its batches get to the step through Python.
+        # The iterator for which the step was last traced, and whether Python passes its batches to the step.
         self._iterator: Callable[[], object] = lambda: None
         self._through_python = True
         # Whether the traced step draws random numbers from states of its graph, which begin anew in another graph.
@@ -236,7 +236,7 @@ class CompiledStep:
         return self._run(data)
 
     def run_next(self, iterator: Any, check: Check | None = None) -> StepLogs:
-        """Runs the step on the next batch, traced for the iterator's element spec rather than the batch's shape.
+        """Runs the step on the next batch. It is traced for the iterator's specs, and not for the batch's shape.
 
         A function that gets the batch and runs the step would store the step's graph twice: 5 kB per operation.
         """
@@ -248,7 +248,7 @@ class CompiledStep:
         return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
 
     def run_checked(self, batch: Batch, check: Check | None, trace: Callable[[], object] | None = None) -> StepLogs:
-        """Runs the step on a batch, after `check`; `trace` traces the step otherwise than for the batch's shape."""
+        """Calls `check`, traces the step, and runs it. Without `trace`, it is traced for the batch's shape."""
         with announcing_part("proving on the first batch how it is divided"):
             conclude = check(batch) if check else None
         if trace:
@@ -261,7 +261,7 @@ class CompiledStep:
         return self(batch)
 
     def _trace(self, iterator: Any) -> None:
-        """Traces the step for the batches of an iterator, if it is traced before it runs."""
+        """Traces the step for an iterator's batches, once. A step on a mesh, or in eager mode, isn't traced here."""
         if not self._in_functions or self._iterator() is iterator:
             return
         self._iterator = weakref.ref(iterator)
@@ -275,7 +275,7 @@ class CompiledStep:
 
 
 def _without_optional(spec: Specs) -> Specs:
-    """Replaces the spec of an optional by `None`, which the step gets for an empty one."""
+    """Replaces the spec of an optional by `None`, which a step gets for an optional without a value."""
     return None if isinstance(spec, tf.OptionalSpec) else spec
 
 
@@ -302,7 +302,7 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     """Makes a function that runs all batches of a call in one graph."""
     per_call = model.steps_per_execution
 
-    # The second step, if there is one, ends with an update; the first accumulates only.
+    # `steps` has one step; or one that only accumulates, and then one that ends with an update.
     def pick(update: tf.Tensor, data: Batch) -> StepLogs:
         return steps[0](data) if len(steps) == 1 else tf.cond(update, lambda: steps[1](data), lambda: steps[0](data))
 
@@ -337,12 +337,12 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
 
 
 def _by_host(execution: StepExecution, steps: Sequence[CompiledStep]) -> Execute:
-    """Makes a function that runs batches one by one from Python: TensorFlow can't run collectives inside `tf.cond`."""
+    """Makes a function that runs batches one by one from Python, as `tf.cond` can't contain collectives."""
     strategy, proof, take = execution.model.distribute_strategy, execution.proof, execution.stages.take
     parts = take.ordered.parts if take and take.ordered else None
 
     def take_next(iterator: BatchIterator) -> Batch:
-        # A Python iterator of `train_on_batch` or `test_on_batch`.
+        # `train_on_batch` and `test_on_batch` have Python's iterators.
         batch = next(iterator)
         if take and strategy.num_replicas_in_sync > 1:
             return divide_batch(strategy, batch, parts)
@@ -369,7 +369,7 @@ def _by_host(execution: StepExecution, steps: Sequence[CompiledStep]) -> Execute
 
 
 def _checking_size(model: keras.Model, split: Split, why_whole: Callable[[], str | None], step: Step) -> Step:
-    """Wraps a compiled step: checks before it that a batch fits in a slice, as XLA drops a step's assertions."""
+    """Makes a step check that a batch fits in a slice. XLA would drop assertions within the compiled step."""
 
     def check(data: Batch) -> None:
         tf.debugging.Assert(rows_of(data) <= split.size, [_TOO_LARGE])

@@ -1,8 +1,9 @@
-"""Batches in a fixed number of parts, whose sums are added in one order: the same bits on any number of replicas.
+"""`deterministic=8`: adds 8 parts in one order, for the same bits on any number of replicas.
 
-compute each part as a function of its rows and number, without side effects
-add the parts pairwise, then these sums pairwise, and so on: on each replica, and then over replicas
-assign to states of metrics and layers what the parts have added to them, and update the checksum of the batches
+for each part of this replica:
+    compute it as a function of its rows and number, without side effects
+add the parts as a tree, on each replica and then over replicas: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+add the parts' changes to the states of metrics and layers, and update the checksum of the batches
 """
 
 import contextlib
@@ -26,10 +27,10 @@ from keras_paragrad.compat.workers import first_row, parts_per_replica
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, cut_rows_of, rows_at
 from keras_paragrad.engine.calls.replicas import update_metrics_of
 from keras_paragrad.engine.losses.dividers import IndivisibleError, layers_of_batch_statistics
-from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.divisors import Divisor
 from keras_paragrad.engine.losses.known_classes import metrics_are_known
 from keras_paragrad.engine.losses.logs import LossSums, has_metrics, update_metrics
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.step.batch_part import BatchPart, scales_loss
 from keras_paragrad.engine.step.data_order import DataOrder, checksum_of_part
@@ -39,7 +40,7 @@ from keras_paragrad.engine.tracing.effects import find_hidden_state
 from keras_paragrad.storage.updating import clips_norms_of_shards
 
 _ANY_ROWS = 2**31 - 1
-# The option that turns off TensorFlow's graph optimizers: in a large graph, they merge sums of parts.
+# This option turns off TensorFlow's graph optimizers, which merge sums of parts in a large graph.
 _NO_REWRITING = "disable_meta_optimizer"
 # The distance between the seeds of two parts: the golden ratio times 2**32, so that parts draw different numbers.
 _BETWEEN_SEEDS = 0x9E3779B9
@@ -48,20 +49,20 @@ RunPart = Callable[[StepContext, Batch], tuple[Gradient, Structure]]
 
 
 class FixedParts(NamedTuple):
-    """Fills the *split* stage: parts of a batch that are the same wherever they are computed.
+    """Fills the *split* stage. A batch's parts are the same on any number of replicas.
 
     Attributes:
         parts: The number of parts of every batch.
-        normalize: Computes the weight of a part.
+        loss_divisor: Computes the weight of a part.
         prove: Whether the first batch must prove that its parts give the same results as the whole.
         size: The most rows that a part may have.
         by_xla: Whether XLA compiles parts.
-        for_replicas: Advice, for the error on replicas that don't get whole parts.
+        for_replicas: Advice, for the error on another number of replicas.
         replicas: The number of replicas among which the parts are divided.
     """
 
     parts: int
-    normalize: LossNormalization
+    loss_divisor: LossDivisor
     prove: bool = True
     size: int = _ANY_ROWS
     by_xla: bool = False
@@ -112,16 +113,16 @@ class FixedParts(NamedTuple):
         def evaluated(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
             y_pred, losses = compute(data)
             # Nothing uses the weight.
-            return Gradient([None] * len(model.trainable_weights), None, Normalizer(tf.constant(1.0)), losses), y_pred
+            return Gradient([None] * len(model.trainable_weights), None, Divisor(tf.constant(1.0)), losses), y_pred
 
         part = PartFunction(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
         return self._total(part, batch, data).losses
 
     def _total(self, part: "PartFunction", batch: ReplicaBatch, data: Batch) -> BatchPart:
-        """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""
+        """The sum of all parts of a batch, on every replica. Adds to the states of metrics and layers."""
         parts, outputs = list[BatchPart](), list[Structure]()
         for number, bounds in self._bounds(batch, data):
-            # One after the other: a device has memory for one part.
+            # A part waits for the one before: a device may have memory for one part only.
             with tf.control_dependencies([previous.weight.value for previous in parts[-1:]]):
                 computed, of_part = part(data, number, *bounds)
             parts.append(computed)
@@ -136,9 +137,9 @@ class FixedParts(NamedTuple):
         return total
 
     def _bounds(self, batch: ReplicaBatch, data: Batch) -> list[tuple[int, tuple[Any, Any]]]:
-        """For each part that this replica computes: its number in the batch, and its first row and row count here.
+        """This replica's parts, each as (number in the batch, (first row here, row count)).
 
-        A replica beyond the last part computes that part without rows. Refuses replicas that don't get whole parts.
+        A replica beyond the last part computes the last part, without rows. Refuses another number of replicas.
         """
         if replica_count() != self.replicas:
             raise IndivisibleError(
@@ -147,7 +148,7 @@ class FixedParts(NamedTuple):
         count = parts_per_replica(self.parts, replica_count())
         first = min(replica_index() * count, self.parts - 1)
         count = max(1, min(count, self.parts - replica_index() * count))
-        # A replica without rows has a filler, which isn't an example.
+        # A replica without rows has a padding row, which isn't an example.
         rows = cut_rows_of(data) if batch.nonempty is None else batch.rows
         if self.size < _ANY_ROWS:
             self._check_size(-(-rows // count))
@@ -167,13 +168,13 @@ class FixedParts(NamedTuple):
 
 
 class Effects(NamedTuple):
-    """A part's changes of states, as sums.
+    """What a part changes beside the gradient. Effects of parts are added.
 
     Attributes:
         metrics: The increments of the states of metrics.
         states: The change of each of `PartFunction.states`, or `None` if unchanged.
         parts: 1, or 0 for a part without rows.
-        data: The part's `checksum_of_part`, in training.
+        data: The part's `checksum_of_part`, or nothing in evaluation.
     """
 
     metrics: list[tf.Tensor]
@@ -183,13 +184,13 @@ class Effects(NamedTuple):
 
 
 class PartFunction:
-    """One part of a batch as a function of its rows and number, traced once for each shape of rows on each replica."""
+    """A part as a function of its rows and number. Each replica traces it once for each shape of the rows."""
 
     def __init__(self, context: StepContext, parts: int, run: RunPart):
         self.context, self.model, self.parts, self._run = context, context.model, parts, run
         self.variables = self.model.trainable_weights
         metrics = {id(variable): variable for metric in step_metrics(self.model) for variable in metric.variables}
-        # Metrics of the user's own get the outputs of the whole batch, once all its parts have been computed.
+        # Metrics of the user's own get the outputs of the whole batch, after its last part.
         self.whole_metrics = has_metrics(self.model) and not metrics_are_known(self.model)
         self.metrics = [each for each in metrics.values() if each.aggregation == "sum" or not self.whole_metrics]
         # All states that a part may change: seeds, and statistics of batches.
@@ -200,7 +201,7 @@ class PartFunction:
         self._check()
         self._compute = in_function(self._part, by_xla=context.by_xla)
         self._add = in_function(_add_pair, by_xla=False)
-        # The factor of a part's loss: its mean is larger than the batch's, and could overflow where losses are scaled.
+        # The factor of a part's loss. Without it, a part's mean could overflow under a loss scale.
         self._share = 1 / parts if scales_loss(self.model) else 1.0
         self._order = DataOrder.of(self.model) if run is forward_backward else None
 
@@ -221,7 +222,7 @@ class PartFunction:
     def __call__(
         self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int
     ) -> tuple[BatchPart, Structure]:
-        """Computes the part with `count` rows from `first` on; also returns its outputs, if metrics need them."""
+        """Computes the part with `count` rows from `first` on. Also returns outputs, if metrics need them."""
         rows = rows_at(data, first, count)
         never_empty = isinstance(count, int) and count > 0
         batch = ReplicaBatch(tf.convert_to_tensor(count), None if never_empty else tf.convert_to_tensor(count > 0))
@@ -229,9 +230,9 @@ class PartFunction:
         return part, keras.tree.map_structure(lambda output: _first_rows(output, count), outputs)
 
     def _part(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> tuple[BatchPart, Structure]:
-        """Computes a part without side effects, from its rows, its number, and whether it has rows (`None` if it does).
+        """Computes a part without side effects. `arguments` are rows, number, and whether the rows are examples.
 
-        The contribution of a part without rows is zero; its rows are filler.
+        If they aren't, they are padding, and all that the part gives is zero. `None` says that they are.
         """
         data, number, nonempty = arguments
         starts: dict[int, Any] = {id(seed): _seed_of_part(seed, number) for seed in self.states if is_seed(seed)}
@@ -282,10 +283,7 @@ class PartFunction:
             )
 
     def add_in_order(self, parts: Sequence[BatchPart]) -> BatchPart:
-        """Adds parts pairwise, then these sums pairwise, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
-
-        In this order, rounding is the same however many replicas the parts are spread over.
-        """
+        """Adds neighbors, then neighboring sums, and so on. Each replica adds a whole subtree, as one device does."""
         sums = list(parts)
         while len(sums) > 1:
             pairs = [sums[index : index + 2] for index in range(0, len(sums), 2)]
@@ -295,8 +293,8 @@ class PartFunction:
     def assign(self, effects: Effects) -> None:
         """Adds a batch's effects to the states of metrics and layers.
 
-        Only the first replica's metrics change, as the replicas' states are summed. Layers' states change on all
-        replicas, by the mean of the parts' changes.
+        Metrics change on the first replica only, as their states are summed over replicas. Layers' states change on
+        all replicas, by the mean of the parts' changes.
         """
         if replica_index() == 0:
             for variable, added in zip(self.metrics, effects.metrics, strict=True):
@@ -344,13 +342,13 @@ class RecordingScope(WeightScope):
 
 
 def _seed_of_part(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
-    """The state of a seed generator in a part: each part draws its own sequence of random numbers."""
+    """The state of a seed generator in a part. Each part draws random numbers of its own."""
     value = tf.convert_to_tensor(seed.value)
     return value + tf.cast(tf.stack([number * tf.constant(_BETWEEN_SEEDS, tf.uint32), 0]), value.dtype)
 
 
 def _assign_on_all(variable: keras.Variable, value: tf.Tensor) -> None:
-    """Assigns a value that is the same on all replicas, without averaging it, which would round."""
+    """Assigns a value that is the same on all replicas. Averaging it, as Keras does, would round."""
     if not isinstance(variable.value, tf.distribute.DistributedValues):
         variable.assign(value)
         return

@@ -1,7 +1,7 @@
-"""The *gradient* stage: forward and backward pass of a slice, and the weight of its gradient in the batch.
+"""The *gradient* stage: forward and backward pass of a slice, and the gradient's weight.
 
-A gradient's weight is a `Normalizer`: the divisor of its loss. A replica's loss is multiplied by a factor, so that the
-replicas' gradients sum to the batch's.
+A gradient's weight d_r is the divisor of its loss. So that the replicas' gradients g_r sum to the batch's, replica r
+multiplies its loss by d_r / sum_s d_s, or by 1 if the loss is a sum.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.calls.replicas import update_metrics_of
-from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.divisors import Divisor
 from keras_paragrad.engine.losses.logs import LossSums, has_metrics, loss_sums, update_metrics
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization, scale_by_replicas, warn_of_uniform
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor, scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
@@ -30,10 +30,10 @@ from keras_paragrad.storage.row_gradients import scale_gradients
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
-# By replica, the factor of a model's loss in the backward pass that is being traced.
-_WEIGHTS = Slot[Mapping[int, Scalar]]("replica_weights", {})
+# For each replica, the factor of a model's loss in the backward pass that is being traced.
+_FACTORS = Slot[Mapping[int, Scalar]]("replica_weights", {})
 # Maps the weight of a replica's gradient to the factor of its loss in the backward pass.
-WeighReplica = Callable[[Normalizer], Scalar]
+WeighReplica = Callable[[Divisor], Scalar]
 # Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
 Present = Callable[[Batch], tf.Tensor]
 
@@ -44,21 +44,20 @@ class StepContext(NamedTuple):
     Attributes:
         model: A compiled model with Keras's `train_step`.
         replica_batch: Says whether there are examples in the batch.
-        normalize: Measures the weight of the gradient; not measured, if `None`.
+        loss_divisor: Measures the weight of the gradient; not measured, if `None`.
         weigh_replica: Maps the weight to the factor of the loss; `equal_share`, if `None`.
-        inexact: Whether to scale the loss of a replica that isn't weighted, so that the replicas' gradients are summed;
-            otherwise, Keras scales some losses.
+        inexact: Whether the loss is divided by the number of replicas here, and not partly by Keras (`exact=False`).
         sums: Whether to return numerators and denominators of the losses, instead of updating Keras's trackers.
-        uniform: Whether micro-batches count the same, which is warned of if their losses say otherwise.
-        present: Masks the rows that are examples; all are, if `None`.
+        uniform: Whether micro-batches count the same. A loss that says otherwise is warned of.
+        present: Masks the rows that are examples; `None` if all rows are.
         by_xla: Whether XLA compiles the pass alone.
         in_loop: Whether the pass is traced in a loop.
-        whole: Whether the batch is all that the replica has of the step's batch.
+        whole: Whether the batch has all of the replica's rows, and not a slice of them.
     """
 
     model: keras.Model
     replica_batch: ReplicaBatch
-    normalize: LossNormalization | None = None
+    loss_divisor: LossDivisor | None = None
     weigh_replica: WeighReplica | None = None
     inexact: bool = False
     sums: bool = False
@@ -74,16 +73,16 @@ class Gradient(NamedTuple):
 
     Attributes:
         gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
-        loss: The model's loss, or `None` if it is in `sums`.
+        loss: The model's loss, or `None` if `sums` has its numerator.
         weight: The gradient's weight, or `None` if not requested.
-        sums: Numerators and denominators of the losses in the logs, or `None` if Keras tracks them.
+        sums: Numerators and denominators of the losses in the logs, or `None` if Keras tracks losses.
         show: For a whole batch, updates loss and metrics as Keras does after the update, and returns the logs.
-        reduced: Whether all of this is of the whole batch, on every replica, and not of the replica's part of it.
+        reduced: Whether all replicas have the whole batch's gradient, and not each that of its own rows.
     """
 
     gradients: Gradients
     loss: tf.Tensor | None
-    weight: Normalizer | None
+    weight: Divisor | None
     sums: LossSums | None = None
     show: Callable[[], StepLogs] | None = None
     reduced: bool = False
@@ -96,28 +95,28 @@ class Gradient(NamedTuple):
 
 def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
     """Runs Keras's `train_step` from the inputs to the gradients; also returns the outputs."""
-    model, normalize = context.model, context.normalize
-    # Then losses aren't divided by the number of replicas.
-    unscaled = normalize is not None or context.inexact
+    model, loss_divisor = context.model, context.loss_divisor
+    # Whether Keras is kept from dividing losses by the number of replicas.
+    unscaled = loss_divisor is not None or context.inexact
     # Weights in shards are read gathered: `source` maps a variable to the tensor or variable that the tape watches.
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
-        # Around the forward pass too: layers may compute and add losses.
+        # The forward pass is included, as layers may compute and add losses.
         with as_one_replica() if unscaled else contextlib.nullcontext():
             loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
         scaled_loss = scale_by_replicas(model, loss, terms) if context.inexact else loss
         with tape.stop_recording():
-            weight = normalize(model, arguments, terms).never_zero if normalize else None
+            weight = loss_divisor(model, arguments, terms).never_zero if loss_divisor else None
             sums = None
             if context.sums:
                 rows = rows_of(arguments["x"])
                 sums = loss_sums(model, loss, terms, rows, weight, divided=not unscaled)
             if context.uniform:
-                # Last: terms cache their values, and this call computes them in another graph.
+                # This comes last: terms cache their values, which this call computes in another graph.
                 warn_of_uniform(model, terms)
             factor = None if weight is None else (context.weigh_replica or equal_share)(weight)
         weighted = scaled_loss if factor is None else scaled_loss * tf.cast(factor, loss.dtype)
         scaled = model.optimizer.scale_loss(weighted)
-    with _with_replica_weight(model, factor), regather_in_backward(scaled):
+    with _with_loss_factor(model, factor), regather_in_backward(scaled):
         gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
     return Gradient(gradients, loss, weight, sums), arguments["y_pred"]
 
@@ -125,11 +124,11 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
 def forward_backward_in_function(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
     """`forward_backward` as a function in the step's graph.
 
-    On several replicas XLA can compile this function alone, as it knows one device. The replica's weight depends on the
-    other replicas, so it multiplies the gradients later, outside.
+    XLA compiles for one device, so on several replicas it compiles this function alone. A replica's factor depends on
+    the other replicas, so it multiplies the gradients outside of the function.
 
-    In a loop without XLA, max-pooling has to be in a function: in a graph with a cycle, oneDNN replaces TensorFlow's
-    kernels in no fixed order, and in some processes misses the gradient's kernel, which then takes ten times as long.
+    In a loop without XLA, max-pooling has to be in a function. In a graph with a cycle, oneDNN replaces TensorFlow's
+    kernels in no fixed order. In some processes it misses the gradient's kernel, which then takes ten times as long.
     """
     weigh_replica = context.weigh_replica if context.by_xla else None
     inside = context._replace(weigh_replica=None) if context.by_xla else context
@@ -140,9 +139,9 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> tuple[Gra
 def in_function(
     function: Callable[[Data], Result], *, by_xla: bool = True, name: str = "call"
 ) -> Callable[[Data], Result]:
-    """Wraps a function for one replica, so that TensorFlow doesn't inline it, or so that XLA compiles it if `by_xla`.
+    """Makes a function for one replica that XLA compiles, or without `by_xla` one that TensorFlow never inlines.
 
-    Tensors in its result keep their Keras masks. All other objects in it are the last trace's.
+    Tensors in the result keep their Keras masks. Other objects in the result are those of the last trace.
     """
     attributes = None if by_xla else {NO_INLINE: True}
     traced: list[Result] = []
@@ -164,31 +163,31 @@ def in_function(
     return call_and_pack
 
 
-def equal_share(weight: Normalizer) -> float:
-    """The factor of a replica's loss if all replicas count equally: 1 / replicas for means, as in Keras, 1 for sums.
+def equal_share(weight: Divisor) -> float:
+    """The factor of a replica's loss if all count equally: 1 / replicas, or 1 for a sum.
 
-    Losses are multiplied by it until their weights are known; without it, gradients in half precision overflow sooner.
+    Losses have this factor until their weights are known. Without it, gradients in half precision overflow sooner.
     """
     return 1.0 if weight.summed else 1 / replica_count()
 
 
 def replica_weight_of(model: keras.Model) -> Scalar | None:
-    """The factor of the loss in the backward pass that is being traced on this replica, if it has a weight."""
-    return _WEIGHTS.of(model).get(replica_index())
+    """The factor of this replica's loss in the backward pass being traced; `None` without a weight."""
+    return _FACTORS.of(model).get(replica_index())
 
 
 @contextlib.contextmanager
-def _with_replica_weight(model: keras.Model, factor: Scalar | None) -> Generator[None]:
+def _with_loss_factor(model: keras.Model, factor: Scalar | None) -> Generator[None]:
     """Context of a backward pass in which `replica_weight_of` returns this factor of the loss."""
     if factor is None:
         yield
         return
     here = replica_index()
-    _WEIGHTS.attach(model, {**_WEIGHTS.of(model), here: factor})
+    _FACTORS.attach(model, {**_FACTORS.of(model), here: factor})
     try:
         yield
     finally:
-        _WEIGHTS.attach(model, {replica: kept for replica, kept in _WEIGHTS.of(model).items() if replica != here})
+        _FACTORS.attach(model, {replica: kept for replica, kept in _FACTORS.of(model).items() if replica != here})
 
 
 # Results of these types are replaced by a function's output tensors.
@@ -197,19 +196,18 @@ _CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Co
 
 
 class ReplicaWeight:
-    """Computes the factor of this replica's loss in the batch; all-reduces weights in the first call only."""
+    """Computes the factor d_r / sum_s d_s of this replica's loss. Only the first call all-reduces the weights."""
 
     def __init__(self, replica_batch: ReplicaBatch):
         self.replica_batch = replica_batch
         self._factor: tf.Tensor | None = None
 
-    def __call__(self, weight: Normalizer) -> tf.Tensor:
-        """The factor for this replica's loss: its share of the normalizers of all replicas, or 1 for sums."""
+    def __call__(self, weight: Divisor) -> tf.Tensor:
         if self._factor is None:
             self._factor = tf.constant(1.0) if weight.summed else self._reduce(weight)
         return self._factor
 
-    def _reduce(self, weight: Normalizer) -> tf.Tensor:
+    def _reduce(self, weight: Divisor) -> tf.Tensor:
         """The weight's share of the sum over the replicas; an equal share if all weights are 0."""
         value = self.replica_batch.weight(tf.cast(weight.value, "float32"))
         (total,) = sum_over_replicas([value])
@@ -219,8 +217,8 @@ class ReplicaWeight:
 def gradient_of(context: StepContext, data: Batch, **fields: Any) -> Gradient:
     """Runs Keras's `train_step` up to the optimizer: forward pass, loss, backward pass, metrics.
 
-    `fields` replace fields of the context. For a whole batch, `Gradient.show` tracks the loss and metrics later. For
-    others, metrics are updated here, and the loss isn't tracked.
+    `fields` replace fields of the context. For a whole batch, `Gradient.show` tracks the loss and metrics later. For a
+    part, metrics are updated here, and the loss isn't tracked.
     """
     context = context._replace(**fields)
     model, replica_batch = context.model, context.replica_batch
@@ -264,13 +262,12 @@ def _select(batch: LossArguments, present: tf.Tensor) -> LossArguments:
 
 
 def _track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> StepLogs:
-    """Updates loss and metrics with a whole batch, and returns the logs."""
     track_loss(model, loss, rows_of(batch["x"]))
     return model.compute_metrics(**batch)
 
 
 def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: WeighReplica | None) -> Gradient:
-    """Replaces the factor `equal_share` of a gradient by `weigh_replica`'s, if given and the gradient has a weight."""
+    """Gives a weighted gradient the factor of `weigh_replica`, if any, in place of `equal_share`."""
     if gradient.weight is None or weigh_replica is None or gradient.reduced:
         return gradient
     factor = weigh_replica(gradient.weight) / equal_share(gradient.weight)

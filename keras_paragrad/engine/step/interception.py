@@ -1,6 +1,7 @@
-"""Replaces the `apply` of optimizers: to run the last stages of an update, and to capture calls of a `train_step`.
+"""Replaces the `apply` of optimizers, and no other module does.
 
-No other module replaces it.
+within the innermost optimizer's `apply`: observe the gradients, transform, apply, show the update to telemetry
+within any optimizer's `apply`, in a context: hand over the call (`capturing_applies`), or note it
 """
 
 import contextlib
@@ -22,39 +23,39 @@ from keras_paragrad.storage.storage import gather_gradients, scatter_gradients
 from keras_paragrad.storage.updating import replace_norms
 
 PlainApply = Callable[[Gradients, Sequence[keras.Variable] | None], None]
-# Called in place of an optimizer's `apply`, with the original, and with its arguments.
+# Called in place of an optimizer's `apply`, with the original method and the arguments.
 Interceptor = Callable[[PlainApply, Gradients, Sequence[keras.Variable] | None], None]
 # Called in place of any optimizer's `apply`, with the optimizer, the gradients and their variables.
 Handler = Callable[[keras.optimizers.Optimizer, list[GradientTensor | None], list[keras.Variable]], None]
-# The `apply` that an intercepted optimizer had as an attribute of its own, in a dict, which is empty if it had none.
+# For an intercepted optimizer, a dict with the `apply` that was an attribute of the object, if there was one.
 _REPLACED = Slot[dict[str, Any] | None]("interception", None)
 # An optimizer's *transform* stage.
 _TRANSFORM = Slot[Transform | None]("transform", None)
 
 
-class _Calls(NamedTuple):
-    """This thread's handlers of any optimizer's `apply`: called in its place, or before it if there is no handler."""
+class _Handlers(NamedTuple):
+    """What this thread calls for any `apply`: the `handler` in its place, or all `notices` before it."""
 
     handler: Handler | None = None
     notices: tuple[Callable[[keras.optimizers.Optimizer], None], ...] = ()
 
 
 def _apply(
-    calls: _Calls | None,
+    handlers: _Handlers | None,
     original: Callable[..., None],
     optimizer: keras.optimizers.Optimizer,
     grads: Gradients,
     trainable_variables: Sequence[keras.Variable] | None = None,
     **keywords: object,
 ) -> None:
-    """Replaces `apply` of any optimizer: this thread's handler gets the call, if any, and otherwise the original."""
-    calls = calls or _Calls()
-    if calls.handler is not None:
+    """Replaces `apply` of any optimizer: calls this thread's handler, or the original if there is no handler."""
+    handlers = handlers or _Handlers()
+    if handlers.handler is not None:
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-        with _PATCH.open(calls._replace(handler=None)):
-            calls.handler(optimizer, list(grads), list(variables))
+        with _PATCH.open(handlers._replace(handler=None)):
+            handlers.handler(optimizer, list(grads), list(variables))
         return
-    for notice in calls.notices:
+    for notice in handlers.notices:
         notice(optimizer)
     original(optimizer, grads, trainable_variables, **keywords)
 
@@ -68,13 +69,13 @@ def _classes_with_apply(kind: type) -> Iterator[type]:
 
 
 # All optimizer classes: a step may use any optimizer, from anywhere.
-_PATCH = ProcessPatch[_Calls](
+_PATCH = ProcessPatch[_Handlers](
     lambda: [Replacement(kind, "apply", _apply) for kind in _classes_with_apply(BaseOptimizer)]
 )
 
 
 def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Interceptor | None) -> None:
-    """Makes an optimizer's `apply` call `intercept` instead; restores it, if `None`."""
+    """Makes an optimizer's `apply` call `intercept`; `None` restores `apply`."""
     replaced = _REPLACED.of(optimizer)
     if replaced is not None:
         restore_methods(optimizer, "apply")
@@ -96,23 +97,23 @@ def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Intercepto
 
 
 def capturing_applies(handler: Handler) -> contextlib.AbstractContextManager[object]:
-    """Context in which calls of any optimizer's `apply` on this thread go to a handler; within it, `apply` updates."""
-    return _PATCH.open((_PATCH.value or _Calls())._replace(handler=handler))
+    """Context in which a handler gets this thread's calls of `apply`. Calls within the handler update."""
+    return _PATCH.open((_PATCH.value or _Handlers())._replace(handler=handler))
 
 
 def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> contextlib.AbstractContextManager[object]:
     """Context that calls `notice(optimizer)` before any optimizer on this thread applies an update."""
-    calls = _PATCH.value or _Calls()
-    return _PATCH.open(calls._replace(notices=(*calls.notices, notice)))
+    handlers = _PATCH.value or _Handlers()
+    return _PATCH.open(handlers._replace(notices=(*handlers.notices, notice)))
 
 
 def install_transform(
     optimizer: keras.optimizers.Optimizer, transform: Transform | None, *, shown: bool = False
 ) -> None:
-    """Makes the innermost optimizer's `apply` run the *transform* stage, and observe and watch updates if `shown`.
+    """Makes the innermost optimizer's `apply` run the *transform* stage; with `shown`, also observe and watch updates.
 
-    It runs once per update: at the end of a window, unless a loss scale skips it. Refuses an optimizer that
-    accumulates gradients itself.
+    The stage runs once per update: at the end of a window, and not if a loss scale skips the update. Refuses an
+    optimizer that accumulates gradients itself.
     """
     steps = accumulation_steps(optimizer)
     if transform is not None and steps > 1:
@@ -157,7 +158,7 @@ def _transform(
     grads: Sequence[Any],
     variables: Sequence[keras.Variable] | None,
 ) -> list[GradientTensor | None]:
-    """Transforms whole, dense gradients without loss scale; returns `grads` with them, scaled and sharded as before."""
+    """Transforms `grads`, made whole, dense and unscaled. Returns the results scaled and sharded as `grads` were."""
     updated: Sequence[keras.Variable] = optimizer._trainable_variables if variables is None else variables
     # Variables that are overwritten by their "gradient", such as Float8 scales, are left out.
     indices = [

@@ -1,6 +1,8 @@
-"""Runs a Functional model in parts of consecutive operations: in stages, or in segments, or in segments of stages.
+"""Runs a Functional model in parts, which are consecutive operations: stages, segments, or segments of stages.
 
 A stage runs on one device of a pipeline. A segment may run again in the backward pass.
+
+    for each stage, and for each segment in it: outputs = function(inputs), which calls operations in Keras's order
 """
 
 import functools
@@ -45,7 +47,7 @@ class Part(NamedTuple):
     Attributes:
         nodes: The calls of operations, in Keras's order.
         inputs: The symbolic tensors that they take from other parts.
-        outputs: The symbolic tensors that other parts, or the model's outputs, take from them.
+        outputs: The symbolic tensors that other parts take from them, or that the model returns.
     """
 
     nodes: tuple[KerasNode, ...]
@@ -84,9 +86,9 @@ def calls_of(functional: Functional) -> list[KerasNode]:
 
 
 def parts_of(functional: Functional) -> list[Part]:
-    """The smallest parts of a Functional model such that a single tensor of floats connects neighboring parts.
+    """The smallest parts of a model such that one tensor of floats connects neighboring parts.
 
-    Inputs and outputs of the model don't count, as they are stored anyway.
+    Inputs and outputs of the model don't count, as they are always stored.
     """
     nodes = calls_of(functional)
     last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
@@ -109,7 +111,7 @@ def join_parts(functional: Functional, parts: Sequence[Part]) -> Part:
 
 
 def single_nested_model(part: Part) -> keras.Model | None:
-    """The nested model, if a part is a single call of one, or `None`."""
+    """The nested model that a part calls, if the part is that one call; else `None`."""
     operation = part.nodes[0].operation
     return operation if len(part.nodes) == 1 and isinstance(operation, keras.Model) else None
 
@@ -117,9 +119,9 @@ def single_nested_model(part: Part) -> keras.Model | None:
 def recompute_parts(
     owner: keras.Model, functional: Functional, parts: Sequence[tuple[Part, bool]]
 ) -> Callable[[], None]:
-    """Makes parts of a model run again in the backward pass, and returns a function that undoes it.
+    """Makes parts of a model run again in the backward pass. Returns a function that undoes that.
 
-    `parts` are all parts, in order, each with a flag to recompute it; `owner` gets the losses that layers add.
+    `parts` are all parts, in order, each with a flag to recompute it. `owner` gets the losses that layers add.
     """
 
     def recomputed(part: Part, run: RunPart, again: bool) -> RunPart:
@@ -130,7 +132,7 @@ def recompute_parts(
 
 
 def run_in_stages(functional: Functional, stages: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
-    """Makes a Functional model call a function for each stage, which calls one for each recomputed segment.
+    """Makes a Functional model run in stages, within which recomputed segments stay as they are.
 
     `stages` are all stages, in order, each with a wrapper of its function. Returns a function that undoes the change.
     """
@@ -138,10 +140,7 @@ def run_in_stages(functional: Functional, stages: Sequence[tuple[Part, Wrap]]) -
 
 
 def run_in_parts(functional: Functional, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
-    """Makes a Functional model call a function for each part, instead of its stages and segments.
-
-    `parts` are all parts, in order, each with a wrapper of its function. Returns a function that undoes the change.
-    """
+    """As `run_in_stages`, but in place of the model's stages and segments."""
     before = vars(functional).pop(_RUN, None)
     undo = _GraphRunner.of(functional).set_parts("segments", parts)
 
@@ -154,22 +153,19 @@ def run_in_parts(functional: Functional, parts: Sequence[tuple[Part, Wrap]]) -> 
 
 
 class _GraphRunner:
-    """Runs a Functional model in stages, in segments, or in segments within stages."""
-
     def __init__(self, functional: Functional):
         self.functional = functional
-        # Each with a wrapper of its function. A stage's boundary cuts a segment in two.
+        # All parts, each with a wrapper of its function. The boundary of a stage cuts a segment in two.
         self.stages: Sequence[tuple[Part, Wrap]] | None = None
         self.segments: Sequence[tuple[Part, Wrap]] | None = None
         self.functions: list[tuple[Part, RunPart]] = []
 
     @classmethod
     def of(cls, functional: Functional) -> Self:
-        """The model's runner, or a new one."""
         return vars(functional).get(_RUN) or cls(functional)
 
     def set_parts(self, name: str, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
-        """Sets the attribute `stages` or `segments`, and returns a function that undoes it."""
+        """Sets the attribute `stages` or `segments`. Returns a function that undoes that."""
 
         def undo() -> None:
             if getattr(self, name) is parts:
@@ -193,7 +189,6 @@ class _GraphRunner:
             self.functions = [(part, wrap(part, self._run_of(part))) for part, wrap in self.stages]
 
     def _run_of(self, stage: Part) -> RunPart:
-        """A function that runs a stage, in segments if it has some."""
         if self.segments is None:
             return functools.partial(_run_part, stage)
         functions = self._segments_in(stage)
@@ -222,7 +217,7 @@ class _GraphRunner:
         operation_fn: OperationFn = lambda op: op,
         call_fn: Callable[..., Structure] | None = None,
     ) -> Structure:
-        """Replaces Keras's `_run_through_graph`; calls it on symbolic tensors, and where Keras passes `call_fn`."""
+        """Takes the place of `_run_through_graph`, which still gets symbolic tensors, and calls with `call_fn`."""
         functional = self.functional
         flat = keras.tree.flatten(inputs)
         if call_fn is not None or any(isinstance(tensor, keras.KerasTensor) for tensor in flat):
@@ -241,7 +236,7 @@ class _GraphRunner:
 
 
 def _call_each(functions: Sequence[tuple[Part, RunPart]], tensors: Tensors, operation_fn: OperationFn) -> None:
-    """Calls a function for each part, and adds its outputs to the tensors."""
+    """Calls the function of each part, and adds the outputs to `tensors`."""
     for part, function in functions:
         inputs = {index: tensors[id(tensor)] for index, tensor in enumerate(part.inputs) if id(tensor) in tensors}
         for index, tensor in function(inputs, operation_fn=operation_fn).items():
@@ -249,7 +244,7 @@ def _call_each(functions: Sequence[tuple[Part, RunPart]], tensors: Tensors, oper
 
 
 def describe_recomputed(model: keras.Model) -> dict[int, str]:
-    """Describes what runs again in the backward pass, by the index of the layer in `all_layers`, -1 for the model."""
+    """Describes what runs again in the backward pass, by index in `all_layers`; -1 is the model."""
     descriptions = {}
     for index, layer in enumerate((model, *all_layers(model)), -1):
         functional = functional_of(layer) if isinstance(layer, keras.Model) else None
@@ -286,7 +281,7 @@ def part_of(functional: Functional, nodes: Sequence[KerasNode]) -> Part:
 
 
 def _run_part(part: Part, tensors: Tensors, operation_fn: OperationFn) -> Tensors:
-    """Makes a part's calls, as Keras does; maps its inputs by index to its outputs by index."""
+    """Makes a part's calls, as Keras does. Maps the part's inputs, by index, to its outputs, by index."""
     known = {id(part.inputs[index]): tensor for index, tensor in tensors.items()}
     for node in part.nodes:
         if any(id(tensor) not in known for tensor in node.input_tensors):

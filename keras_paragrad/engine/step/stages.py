@@ -1,7 +1,7 @@
 """The stages of a step, and the protocols of what fills them.
 
 A batch may be divided among replicas, and a replica's batch into slices. Accumulated batches are the micro-batches of a
-window, which ends with an update. A part is any of these: a replica batch, a slice or a micro-batch.
+window, which ends with an update. A part is a replica batch, a slice or a micro-batch.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Batch, Step
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.losses.logs import LossSums
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.step.gradient import Gradient, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.telemetry.watch import Observe, Telemetry
 
@@ -28,13 +28,13 @@ _STATE = "gradient_transform_"
 class Transform(Protocol):
     """Fills the *transform* stage.
 
-    If it has a true attribute `outside_xla`, XLA compiles the forward and backward pass alone.
+    With a true attribute `outside_xla`, it stays out of what XLA compiles.
     """
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> Sequence[tf.Tensor]:
         """Returns the gradients that the optimizer clips and applies instead.
 
-        Called while a step is traced, on every replica; must return the same on each.
+        It is called while a step is traced, on every replica, and must return the same on each.
 
         Args:
             gradients: Dense gradients of all replicas and micro-batches of the update, without loss scale.
@@ -61,7 +61,7 @@ class Chain(NamedTuple):
 
 
 def save_states(optimizer: keras.optimizers.Optimizer, transforms: Sequence[Any]) -> None:
-    """Makes the outermost optimizer save the states of these transforms, and of no others, with its own."""
+    """Attaches the states of transforms to the outermost optimizer, which saves them. Removes all other states."""
     states = {
         f"{_STATE}{index}": transform.state for index, transform in enumerate(transforms) if transform.state is not None
     }
@@ -77,13 +77,13 @@ class Take(NamedTuple):
     """Fills the *take* stage: divides batches among replicas, and combines their logs.
 
     Attributes:
-        normalize: The loss normalization of a replica batch, or `None` if all count equally.
+        loss_divisor: The loss divisor of a replica batch, or `None` if all count equally.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
         prove: Whether the first batch must prove that parts give the same results as the whole.
-        ordered: Evaluates in a fixed order too, if not `None`.
+        ordered: The fixed parts in which batches are also evaluated; `None` without `deterministic=`.
     """
 
-    normalize: LossNormalization | None = None
+    loss_divisor: LossDivisor | None = None
     by_xla: bool = False
     prove: bool = True
     ordered: "OrderedSplit | None" = None
@@ -93,7 +93,7 @@ class Split(Protocol):
     """Fills the *split* stage: divides a batch into slices, and combines their gradients."""
 
     @property
-    def normalize(self) -> LossNormalization:
+    def loss_divisor(self) -> LossDivisor:
         """Computes the weight of a slice."""
         ...
 
@@ -126,7 +126,7 @@ class Split(Protocol):
         ...
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a batch, whose slices are computed in `context`."""
+        """The gradient of a batch. Its slices are computed in `context`."""
         ...
 
 
@@ -144,7 +144,7 @@ class OrderedSplit(Split, Protocol):
         ...
 
     def evaluate(self, model: keras.Model, batch: ReplicaBatch, data: Batch, compute: ComputeLosses) -> LossSums:
-        """The losses of a batch, whose parts `compute` evaluates; adds to the states of metrics."""
+        """The losses of a batch, evaluated in parts by `compute`. Adds to the states of metrics."""
         ...
 
 
@@ -167,15 +167,15 @@ class Apply(Protocol):
         ...
 
     def plan(self, batches: int) -> list[bool]:
-        """Whether each of the next batches ends with an update; the host asks before it runs them."""
+        """For each of the next batches, whether it ends with an update. Called before the batches run."""
         ...
 
     def ended(self, batches: int, exhausted: bool) -> None:
-        """Notes that the planned batches have run, or that the data ended before the first of them."""
+        """Called when the planned batches have run, or when the data ended before the first one."""
         ...
 
     def skipped(self, batches: int) -> None:
-        """Notes that a resumed epoch has skipped batches."""
+        """Called when a resumed epoch has skipped batches."""
         ...
 
     def abandoned(self, name: str) -> None:
@@ -197,21 +197,21 @@ class Stages(NamedTuple):
     Attributes:
         take: Divides batches among replicas; Keras does, if `None`.
         split: Divides a batch into slices, and combines their gradients.
-        combine: The loss normalization that weights micro-batches.
+        weigh: The loss divisor that weights micro-batches.
         transform: Transforms the gradient of an update.
         transforms: Transform the result of `transform`, in this order.
         apply: Accumulates gradients, and decides when to update.
         observe: Receives gradients before they are transformed.
         telemetry: Receives some of the updates.
-        present: Masks the rows that are examples, in batches padded with rows of weight 0; all are, if `None`. Losses
-            and metrics cover these rows only.
-        place: Makes a context that places operations on devices; TensorFlow does, if `None`.
-        mesh: Makes a compiled step run on a mesh of devices, with batches from the host; on one device, if `None`.
+        present: Masks the rows that are examples, where batches are padded with rows of weight 0. Losses and metrics
+            leave padding out. `None` if all rows are examples.
+        place: Makes a context that places operations on devices; `None` leaves that to TensorFlow.
+        mesh: Makes a compiled step run on a mesh of devices, with batches from the host; `None` without a mesh.
     """
 
     take: Take | None = None
     split: Split | None = None
-    combine: LossNormalization | None = None
+    weigh: LossDivisor | None = None
     transform: Transform | None = None
     transforms: tuple[Transform, ...] | None = None
     apply: Apply | None = None
@@ -232,14 +232,13 @@ class Stages(NamedTuple):
         """The names of the filled stages."""
         return [name for name, filler in self._asdict().items() if filler is not None]
 
-    def normalization(self, *, of_slices: bool) -> LossNormalization | None:
-        """Computes the weight of a part of a batch: a slice if `of_slices`, or a batch accumulated with sliced ones.
+    def loss_divisor(self, *, of_slices: bool) -> LossDivisor | None:
+        """The loss divisor that weights parts: `weigh`'s, or `split`'s if `of_slices`, or `take`'s.
 
-        If several components have a `weighting`, the first of these decides: accumulated micro-batches, slices,
-        replica batches.
+        A batch that is accumulated with sliced ones is weighted as slices are.
         """
-        split = self.split.normalize if self.split and of_slices else None
-        return self.combine or split or (self.take.normalize if self.take else None)
+        split = self.split.loss_divisor if self.split and of_slices else None
+        return self.weigh or split or (self.take.loss_divisor if self.take else None)
 
     def by_xla_alone(self, model: keras.Model, replicas: int) -> bool:
         """Whether XLA compiles the forward and backward passes alone, and not the whole step."""

@@ -1,4 +1,4 @@
-"""Train functions: their examples, traces and compiled functions."""
+"""Looks into train functions: compiled functions, their traces, and how many examples they have seen."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from keras_paragrad.engine.tracing.untouched import trace_untouched
 
 # The scope of the backward pass in the graph of `gradient_graph`.
 BACKWARD = "backward_pass"
-# The key of the telemetry's latest values in a step's logs: an output is free, while reading a variable costs time.
+# The key of the telemetry's latest values in a step's logs. An output is free, while reading a variable takes time.
 LATEST = "_keras_paragrad_latest"
-# How many functions within functions are searched for compiled ones.
+# How many levels of functions within functions are searched for compiled ones.
 _DEPTH = 8
 
 
 def examples_seen(model: keras.Model) -> float | None:
-    """The number of this worker's examples in the model's mean loss of this epoch; `None` without a loss tracker."""
+    """This worker's number of examples in the epoch's mean loss so far; `None` without a loss tracker."""
     check_internals("models")
     tracker = getattr(model, "_loss_tracker", None)
     if tracker is None:
@@ -41,13 +41,13 @@ def compiled_functions(function: object) -> list[Any]:
         level = [inner for outer in level for inner in _referred_to(outer) if id(inner) not in seen]
         seen.update(map(id, level))
         functions.update((id(value), value) for value in level if hasattr(value, "experimental_get_tracing_count"))
-        # A `tf.function` called by another one is traced with it.
+        # A `tf.function` that another one calls is traced with that one.
         level = [value for value in level if not hasattr(value, "experimental_get_tracing_count")]
     return list(functions.values())
 
 
 def _referred_to(value: object) -> Iterator[object]:
-    """The functions to which a function, or a list of functions, refers; none for a `tf.function`."""
+    """The functions to which a function or a list refers; none for a `tf.function`."""
     if hasattr(value, "experimental_get_tracing_count"):
         return
     contents = value if isinstance(value, (list, tuple)) else closure_contents(value)
@@ -70,7 +70,7 @@ def newest_trace(function: Any) -> TracedGraph:
 
 
 def _tensors(spec: Specs) -> list[Any]:
-    """The specs of the tensors in an argument, which may be an iterator; of replicas' tensors, the first's."""
+    """The specs of the tensors in an argument, which may be an iterator. Of several replicas', the first one's."""
     elements = getattr(spec, "element_spec", None) or getattr(spec, "_element_spec", None)
     leaves = tf.nest.flatten(elements, expand_composites=True) if elements is not None else [spec]
     leaves = [part for leaf in leaves for part in getattr(leaf, "_value_specs", (leaf,))[:1]]
@@ -92,9 +92,9 @@ def batch_spec(iterator: BatchIterator) -> Specs:
 
 
 def gradient_graph(model: keras.Model, spec: Specs, examples: int) -> tf.Graph:
-    """The graph of the forward and backward pass on a batch of nested `tf.TensorSpec`, with `examples` rows.
+    """The graph of the forward and backward pass on `examples` rows of nested `tf.TensorSpec`.
 
-    Of a `train_step` of the model's own, it is the step's graph, without its updates.
+    For a `train_step` of the model's own, it is the graph of the step without updates.
     """
     applied: list[Gradients] = []
 

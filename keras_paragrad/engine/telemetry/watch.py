@@ -1,4 +1,4 @@
-"""Observes gradients and updates of the weights from within the optimizer."""
+"""Shows gradients to an `Observe`, and updates to a `Watcher`, from within the optimizer."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import gather_gradients
 
 _ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
-# In other dtypes, the added tensor differs from the rounded change of the weight.
+# In other dtypes, the weight is rounded, so it doesn't change by the tensor that is added.
 _PRECISE_DTYPES = ("float32", "float64")
 
 
@@ -34,17 +34,17 @@ class Observe(Protocol):
     """Receives gradients within the step, on each replica, without loss scale."""
 
     def gradient(self, gradients: Gradients, rows: tf.Tensor) -> None:
-        """Receives the gradients of a replica batch, one for each weight or `None`, and its number of examples."""
+        """Receives a replica batch's gradients (`None` for a weight without one) and number of examples."""
         ...
 
     def update(self, gradients: Gradients) -> None:
-        """Receives the gradients of an update, one for each weight or `None`, over the window and all replicas."""
+        """Receives an update's gradients, over the window and all replicas (`None` for a weight without one)."""
         ...
 
 
 @contextlib.contextmanager
 def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> Generator[None]:
-    """Context in which a traced step passes gradients to an observer; entered on every replica, with its row count."""
+    """Context in which a traced step shows gradients to an observer. Each replica enters it, with its row count."""
     if observe is None:
         yield
         return
@@ -78,7 +78,7 @@ class Observation(MethodPatch):
         super().__init__()
         self.optimizer, self.observer = innermost_optimizer(optimizer), observe
         self.rows: dict[int, tf.Tensor] = {}
-        # Whether the gradients of replica batches are observed before they reach the optimizer.
+        # Whether gradients of replica batches are observed before the innermost optimizer gets them.
         self.before_optimizer = find_accumulator(optimizer) is not None
 
     def patch_all(self) -> None:
@@ -94,12 +94,12 @@ class Observation(MethodPatch):
         """Passes on the gradients of an update, before it is applied."""
         if not self.before_optimizer:
             self.observe_gradient(gradients)
-        # Otherwise, `_sum` passes them on.
+        # In the other case, `_sum` passes the update on.
         if self.before_optimizer or replica_count() == 1:
             self.observer.update(gradients)
 
     def _sum(self, grads_and_vars: Iterable[tuple[GradientTensor, keras.Variable]]) -> list[tf.Tensor]:
-        """Replaces Keras's sum of gradients over the replicas: passes the result to the observer, too."""
+        """Replaces Keras's sum of gradients over the replicas, and shows the result to the observer."""
         optimizer: keras.optimizers.Optimizer = self.optimizer
         summed = list(type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars))
         self.observer.update([gradient for gradient, _ in summed])
@@ -131,7 +131,7 @@ class WeightDeltas:
 
 
 def _delta(weight: keras.Variable, changing: list[tf.Operation]) -> tf.Tensor | None:
-    """The tensor that the only operation which changes a weight adds or subtracts, or `None`."""
+    """The tensor added to or subtracted from a weight, if one operation changes it; else `None`."""
     if len(changing) != 1 or changing[0].type not in _ADDITIONS or weight.dtype not in _PRECISE_DTYPES:
         return None
     return changing[0].inputs[1]
@@ -142,8 +142,8 @@ class Update(NamedTuple):
 
     Attributes:
         number: The number of the optimizer's update, from 1.
-        gradients: The gradients of all replicas before clipping, without loss scale; `None` if there is none, or if
-            Keras overwrites the weight with its gradient.
+        gradients: The gradients of all replicas before clipping, without loss scale; `None` for a weight without one,
+            or that Keras overwrites with its gradient.
         clipped: The gradients after clipping, as in the update rule.
         before, change: The weights before the update, and the tensors that it adds to them.
     """
@@ -175,11 +175,11 @@ class Telemetry(Watcher, Protocol):
     """Watches some of the updates."""
 
     def wants(self, updates: int | None) -> bool:
-        """Whether to watch the next call, with at most `updates` updates; `None` if only the optimizer knows."""
+        """Whether to watch the next call. It has at most `updates` updates, or an unknown number if `None`."""
         ...
 
     def latest(self) -> tf.Tensor:
-        """The latest recorded values, while a step is traced; returned to the host on one replica, for `ran`."""
+        """The latest recorded values, while a step is traced. With one replica, `ran` gets them on the host."""
         ...
 
     def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
@@ -189,7 +189,7 @@ class Telemetry(Watcher, Protocol):
 
 @contextlib.contextmanager
 def watching_updates(optimizers: Sequence[keras.optimizers.Optimizer], watcher: Watcher | None) -> Generator[None]:
-    """Context in which a traced step passes its optimizers' updates to a watcher; entered on every replica."""
+    """Context in which a traced step shows updates to a watcher. Each replica enters it."""
     with contextlib.ExitStack() as watched:
         if watcher is not None:
             for outer in optimizers:
@@ -204,7 +204,7 @@ def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def watched_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers whose updates are watched: the model's, and the ones that a custom `train_step` may call."""
+    """The optimizers to watch: `model.optimizer`, and then others that a custom `train_step` may call."""
     return optimizers_of(model) if overrides_train_step(model) else [model.optimizer]
 
 
@@ -268,12 +268,12 @@ class UpdateWatch(MethodPatch):
 
     def begin(self, weights: Sequence[keras.Variable] | None) -> None:
         """Begins an update of some weights, or of all if `None`; called on each replica."""
-        # An unbuilt model creates its weights in the forward pass of this step.
+        # If the model is unbuilt, the forward pass of this step creates its weights.
         known = list(self.optimizer._trainable_variables) if self.optimizer.built else weights or []
         self.records[replica_index()] = _UpdateRecord(self.watcher.watch(known if weights is None else weights, known))
 
     def end(self) -> None:
-        """Passes the update on, unless Keras's own accumulation decides when."""
+        """Shows the update, unless Keras's own accumulation decides when there is one."""
         if not self.optimizer.gradient_accumulation_steps:
             self._show(self.records[replica_index()], self.optimizer.iterations)
 
@@ -289,21 +289,21 @@ class UpdateWatch(MethodPatch):
         variables: Sequence[keras.Variable],
         learning_rate: Scalar,
     ) -> None:
-        """Replaces an optimizer's update rule, which is `original`: records its gradients and learning rate, too."""
+        """Replaces an optimizer's update rule, which is `original`. Records gradients and learning rate first."""
         record = self.records[replica_index()]
         record.learning_rate = learning_rate
         positions = [record.positions[id(variable)] for variable in variables]
-        # Before and after clipping: whole gradients of sharded variables, in one call.
+        # One call gathers sharded gradients, both before and after clipping.
         gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
         both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
-        # Otherwise the optimizer gets all-reduced gradients.
+        # Other optimizers get gradients that are all-reduced.
         if replica_count() > 1 and reduces_gradients(optimizer):
             both = sum_over_replicas(both)
         for index, position in enumerate(positions):
             record.gradients[position], record.clipped[position] = both[index], both[index + len(positions)]
         original(gradients, variables, learning_rate)
         if optimizer.gradient_accumulation_steps:
-            # In the branch in which Keras's own accumulation updates.
+            # This is the branch in which Keras's own accumulation updates.
             self._show(record, optimizer.iterations + 1)
 
     def _show(self, record: _UpdateRecord, number: Scalar) -> None:

@@ -1,1 +1,1 @@
-"""Traces and calls models without side effects, draws random numbers by row, and frees graphs' gradient functions."""
+"""Calls and traces models without side effects, and frees their graphs. docs/architecture.md: "The house"."""

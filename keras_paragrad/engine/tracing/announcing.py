@@ -1,4 +1,4 @@
-"""Says what the start of `fit` is busy with, once it takes longer than five seconds."""
+"""Says what `fit` is busy with at its start, after five seconds."""
 
 import contextlib
 import inspect
@@ -12,7 +12,7 @@ from typing import TextIO
 
 from keras_paragrad.compat.model import fit_frame
 
-# In seconds: how long a start may be silent, and how often the line is written anew.
+# For how many seconds a start is silent, and after how many the line is written anew.
 DELAY, INTERVAL = 5.0, 1.0
 
 _log = logging.getLogger("keras_paragrad")
@@ -22,10 +22,10 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def announcing(phase: str, verbose: str | int | None = None) -> Generator[None]:
-    """Context in which `fit` is busy with a phase: shown as a line that disappears, or logged once without a terminal.
+    """Context that shows in a line, or logs without a terminal, what `fit` is busy with.
 
-    Within another phase, replaces that for a while. `verbose` is as in `fit`; by default, the running `fit`'s. 0 is
-    silent, and so is a call outside of `fit`.
+    An inner phase replaces the outer one while it lasts. `verbose` is as in `fit`; by default, the running `fit`'s. 0
+    is silent, and so is a call outside of `fit`.
     """
     line: _Line | None = getattr(_thread, "line", None)
     if line is not None:
@@ -43,7 +43,7 @@ def announcing(phase: str, verbose: str | int | None = None) -> Generator[None]:
 
 
 def announcing_part(phase: str) -> contextlib.AbstractContextManager[None]:
-    """A phase within `announcing`; elsewhere nothing, at no cost."""
+    """Context of a phase within `announcing`. Elsewhere, it does nothing."""
     line: _Line | None = getattr(_thread, "line", None)
     return line.within(phase) if line else contextlib.nullcontext()
 
@@ -83,13 +83,13 @@ class _Line:
         stream, logged, width = _terminal(), set[str](), 0
         if self._ended.wait(DELAY):
             return
-        # Don't fail because the terminal is closed.
+        # A closed terminal is no error.
         with contextlib.suppress(OSError, ValueError):
             while not self._ended.is_set():
                 phase = self._phases[-1]
                 text = f"keras_paragrad: {phase} ({time.monotonic() - self._begin:.0f} s so far)"
                 if stream:
-                    # A line that wraps can't be overwritten.
+                    # A line can't be overwritten once it wraps.
                     text = text[: shutil.get_terminal_size().columns - 1]
                     stream.write(f"\r{text:<{width}}")
                     stream.flush()
@@ -104,8 +104,8 @@ class _Line:
 
 
 def _terminal() -> TextIO | None:
-    """Where a line can be overwritten; `None` in files and pipes."""
+    """The stream on which a line can be overwritten; `None` in files and pipes."""
     if sys.stderr is not None and sys.stderr.isatty():
         return sys.stderr
-    # Notebooks overwrite lines too. They have stderr in red, and Keras's progress bar on stdout.
+    # Notebooks overwrite lines too. They show stderr in red, so the line goes to stdout, as Keras's progress bar does.
     return sys.stdout if type(sys.stdout).__module__ == "ipykernel.iostream" else None

@@ -1,4 +1,4 @@
-"""What a graph's operations do beside their results: which can't be repeated, and which variables they assign."""
+"""Finds side effects of a graph's operations: which can't be repeated, and which variables they assign."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ def called_graphs(operation: tf.Operation) -> list[tf.Graph]:
             continue
         for function in functions if isinstance(functions, list) else [functions]:
             called: Any = operation.graph._get_function(function.name) if hasattr(function, "name") else None
-            # Those that TensorFlow's own losses define, such as CTC's, show no graph.
+            # Functions that TensorFlow's own losses define, such as CTC's, have no graph here.
             if hasattr(called, "graph"):
                 graphs.append(called.graph)
     return graphs
 
 
-# Marked as stateful, but repeatable: they read, check or print. Keras calls cuDNN's layers without their dropout.
+# TensorFlow marks these as stateful, but they only read, check or print. Keras calls cuDNN's layers without dropout.
 _REPEATABLE = {"Assert", "CudnnRNNV2", "CudnnRNNV3", "LookupTableFindV2", "LookupTableSizeV2", "PrintV2"}
 _CALLING = {"Case", "If", "StatefulPartitionedCall", "While"}
 _VARIABLES = ("ReadVariable", "Assign", "Resource", "VarHandle", "VarIsInitialized")
@@ -35,12 +35,12 @@ _ASSIGNING = (
     *("Assign", "LookupTableInsert", "LookupTableRemove", "ResourceApply", "ResourceCountUpTo", "ResourceScatter"),
     *("ResourceSparseApply", "ResourceStridedSliceAssign"),
 )
-# Of a `tf.random.Generator`, whose state is their first input.
+# Operations of a `tf.random.Generator`. The generator's state is their first input.
 _DRAWING = ("Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulRandomBinomial")
 
 
 class HiddenState(NamedTuple):
-    """An operation that draws random numbers or uses a state unknown to Keras, its problem, and advice."""
+    """An operation that can't be repeated, why (a clause after its name), and advice."""
 
     operation: tf.Operation
     problem: str
@@ -48,7 +48,7 @@ class HiddenState(NamedTuple):
 
 
 def find_unrepeatable(operations: Iterable[tf.Operation], *, but_random: bool = False) -> HiddenState | None:
-    """Finds the first operation whose second run may differ, if any; ignores random numbers if `but_random`."""
+    """Finds the first operation whose second run may differ, or `None`. `but_random` ignores random numbers."""
     for operation in _stateful(operations):
         kind = operation.type
         random = any(word in kind for word in _RANDOM)
@@ -75,7 +75,7 @@ def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
 
 
 def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
-    """Finds the first operation that draws random numbers or changes a state unknown to Keras, if any."""
+    """Finds the first operation that draws random numbers, or assigns to what Keras doesn't know."""
     for operation in _stateful(operations):
         if any(word in operation.type for word in _RANDOM):
             advice = "Draw with keras.random, with seed=a keras.random.SeedGenerator that is an attribute of the layer"
@@ -87,7 +87,7 @@ def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
 
 
 def draws_from_graph(operations: Iterable[tf.Operation]) -> bool:
-    """Whether operations draw random numbers from states of their graph, as those of `tf.random` do."""
+    """Whether operations draw from states of their graph, as those of `tf.random` do."""
     return any(any(word in operation.type for word in _RANDOM[:4]) for operation in _stateful(operations))
 
 
@@ -104,7 +104,7 @@ def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
 
 
 def assigned_resources(graph: tf.Graph) -> list[tf.Tensor]:
-    """The outer resources, such as variables, that a function's graph assigns to, apart from random generators."""
+    """The outer resources, such as variables, that a function's graph assigns. Leaves out random generators."""
     return _resources_of(graph, _ASSIGNING)
 
 
@@ -119,7 +119,7 @@ def _resources_of(graph: tf.Graph, types: tuple[str, ...]) -> list[tf.Tensor]:
 
 
 def _used(graph: tf.Graph, outside: dict[str, tf.Tensor], types: tuple[str, ...]) -> Iterator[tf.Tensor]:
-    """Yields the outer resources of a graph's operations of these types; `outside` maps its tensors' names to them."""
+    """Yields the resources that operations of these types use. `outside` maps names of inputs to resources."""
     for operation in graph.get_operations():
         if not operation.op_def.is_stateful:
             continue

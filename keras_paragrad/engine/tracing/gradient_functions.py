@@ -32,7 +32,7 @@ def releasing(function: Callable[..., Result]) -> Callable[..., Result]:
             if not tf.executing_eagerly():
                 keep_with_graphs([tf.compat.v1.get_default_graph()])
 
-    # TensorFlow warns of functions with the same code that are often traced. This has no code; each is its own.
+    # TensorFlow warns of functions with the same code that are often traced. A partial has no code, so none is shared.
     alone = functools.partial(traced)
     vars(alone)["__name__"] = getattr(function, "__name__", "traced")
     return alone
@@ -50,7 +50,7 @@ def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:
     for name in [name for name in list(entries) if name.startswith(_PREFIX)]:
         entry = entries.get(name)
         if entry is None:
-            # Its function has been freed meanwhile.
+            # The function has been freed meanwhile.
             continue
         function = entry["type"]
         enclosing = list(_enclosing_graphs(_graph_of(function)))
@@ -100,7 +100,7 @@ def closure_contents(function: object) -> Iterator[object]:
 
 
 def _enclosing_graphs(graph: Any) -> Iterator[tf.Graph]:
-    """A function's graph and the graphs of the functions around it, without graphs that are never deleted."""
+    """A function's graph, and those of the functions around it. Graphs that are never deleted are left out."""
     while hasattr(graph, "outer_graph"):
         yield graph
         graph = graph.outer_graph

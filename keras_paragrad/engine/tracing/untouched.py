@@ -1,4 +1,4 @@
-"""Calls or traces a model for a check, a probe, a trial or an estimate, and restores the model afterwards."""
+"""Calls or traces a model for a check, and restores the model afterwards."""
 
 import collections
 import contextlib
@@ -22,7 +22,7 @@ from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 Result = TypeVar("Result")
 _OF_KERAS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.random.SeedGenerator)
-# Attributes of these are not followed: they belong to others, or the content isn't in Python attributes.
+# Attributes of these are not followed, as they belong to others, or the content isn't in Python attributes.
 _LEFT_ALONE = (keras.optimizers.Optimizer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable, type)
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
 _LIBRARIES = {"keras", "keras_paragrad", "numpy", "tensorflow", *sys.stdlib_module_names}
@@ -43,7 +43,7 @@ _CONTAINERS: tuple[tuple[type, str], ...] = (
     *((collections.OrderedDict, "update"), (dict, "update"), (set, "update")),
     *((list, "extend"), (collections.deque, "extend")),
 )
-# The content of larger arrays, in bytes, isn't restored.
+# Arrays of more bytes aren't restored.
 _SMALL_ARRAY = 2**20
 
 
@@ -65,7 +65,7 @@ def untouched(
     Returns:
         The value that `assignments` yields.
     """
-    # Keep what was logged meanwhile.
+    # The values of `KEPT`, which note what was logged, aren't restored.
     restorers = [
         *_restorers([model], (*but, *(slot.of(model) for slot in KEPT))),
         *_restorers([state_of_thread()], but),
@@ -91,13 +91,13 @@ def never_run() -> contextlib.AbstractContextManager[None]:
 
 
 def trace_untouched(model: object, function: Callable[..., Any], *specs: Any) -> Any:
-    """Traces a function that calls a model, for these specs, into a graph that never runs; undoes side effects."""
+    """Traces a function that calls a model into a graph that never runs. Undoes side effects."""
     with untouched(model, never_run()):
         return tf.function(releasing(function), autograph=False).get_concrete_function(*specs)
 
 
 def trace_rows(model: object, function: Callable[[Any], Result], data: Batch, rows: int | None) -> Result:
-    """Traces a function for a batch of `rows` rows into a graph that never runs; undoes side effects."""
+    """Traces a function for a batch of `rows` rows into a graph that never runs. Undoes side effects."""
 
     def placeholder(tensor: Any) -> tf.Tensor | None:
         return None if tensor is None else tf.compat.v1.placeholder(tensor.dtype, [rows, *tensor.shape[1:]])
@@ -139,7 +139,7 @@ def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[],
 
 
 def _is_followed(kind: type) -> bool:
-    """Whether the attributes of a class's instances are restored: of Keras's classes, and the user's."""
+    """Whether attributes of a class's instances are restored: only of Keras's classes and the user's."""
     if issubclass(kind, _LEFT_ALONE):
         return False
     return issubclass(kind, _OF_KERAS) or not _is_library(kind.__module__.partition(".")[0])
@@ -152,7 +152,7 @@ def _is_library(package: str) -> bool:
 
 
 def _fill(container: Any, kind: type, add: str, content: Any) -> None:
-    """Restores a container's content by methods of the class `kind`, unless it has the same objects."""
+    """Restores a container by methods of the class `kind`, unless it still has the same objects."""
     if _members(container) != _members(content):
         kind.clear(container)
         getattr(kind, add)(container, content)

@@ -1,1 +1,1 @@
-"""The train function: Keras's step or the model's own, in its stages."""
+"""The train function, and the steps that it runs. docs/architecture.md: "One step" and "The path of a batch"."""

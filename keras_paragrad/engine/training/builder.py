@@ -1,7 +1,7 @@
 """`StepBuilder`: the stages that components fill, and the train function that follows from them.
 
-The stages of a step: *take* a batch from the iterator, *split* it into slices, compute the *gradient* of each,
-*combine* them, *observe* and *transform* the gradient of an update, *apply* it, *log*. Keras fills the others.
+A step *takes* a replica's rows of a batch, *splits* them into slices, computes the *gradient* of each, *weighs* and
+adds the gradients, *observes* and *transforms* their sum, *applies* it, and *logs*. Keras does what nothing fills.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ from keras_paragrad.storage.updating import install_storages
 
 
 class CompiledModel:
-    """Train functions by stages, which are built once until the model is compiled again.
+    """The train functions of a model since its last `compile`, one for each value of `Stages`.
 
     Attributes:
         divisions: How batches are divided.
@@ -68,11 +68,11 @@ class CompiledModel:
         functions = compiled_functions(model.train_function)
         traced = any(function.experimental_get_tracing_count() for function in functions)
         known = traced and model.optimizer is not None and model.optimizer.built
-        # The flags with which Keras's step was traced. If it wasn't, the first trace of ours reads them.
+        # The flags with which Keras's step was traced; `None` if it wasn't, and our first trace reads them.
         self.trainable = Trainable.by_optimizer(model) if known else None
 
     def function(self, stages: Stages, seen: SeenBatches) -> TrainFunction:
-        """The train function of these stages; steps are traced when it is called."""
+        """The train function of these stages. Its first call traces steps."""
         self.make_loss_window(stages)
         if stages not in self._functions:
             self._functions[stages] = self._build(stages, seen)
@@ -88,12 +88,12 @@ class CompiledModel:
         proof = FirstBatchProof(model, stages, divisions)
 
         def steps(telemetry: Telemetry | None) -> list[Step]:
-            """With the *apply* stage, a step that only accumulates, and one that ends with an update."""
+            """One step; with the *apply* stage two, without an update at the end and with one."""
             choices = (False, True) if stages.apply else (False,)
             return [functools.partial(self.step, stages, update=update, telemetry=telemetry) for update in choices]
 
         def renew() -> TrainFunction | None:
-            """Makes the function anew, if its proof changes before an epoch how batches are divided."""
+            """Returns a new function, if the proof of another epoch changes how batches are divided."""
             if not proof.asks_again or not begins_epoch(inspect.currentframe(), model):
                 return None
             with announcing_part("proving how batches are divided"):
@@ -108,9 +108,9 @@ class CompiledModel:
         return execution.function(steps(None), steps(telemetry) if telemetry else ())
 
     def _prepare(self, stages: Stages, divisions: Divisions, iterator: Any, specs: Specs) -> None:
-        """Creates variables, and finds how batches of these specs are divided, before a step is traced."""
+        """Before a step is traced, creates variables and finds how batches of these specs are divided."""
         model, alone = self.model, self.model.distribute_strategy.num_replicas_in_sync == 1 and not stages.mesh
-        # TensorFlow would trace a first step that creates variables twice.
+        # If the first step created variables, TensorFlow would trace it twice.
         lacks_some = model.built and not is_fully_built(model) and not overrides_train_step(model)
         if alone and lacks_some and build_losses_of(model, iterator.element_spec):
             self.make_loss_window(stages)
@@ -119,12 +119,12 @@ class CompiledModel:
         divisions.find(stages, iterator, specs)
 
     def make_loss_window(self, stages: Stages, data: Batch = None) -> LossWindow | None:
-        """Makes the `loss_window`, if a stage needs it and the model's losses are built, or can be from `data`."""
+        """Makes the `loss_window`, if a stage needs one, once losses are built. Builds losses from `data`, if given."""
         if not stages.apply or (data is not None and overrides_train_step(self.model)):
             return None
         if data is not None:
             build_losses(self.model, data)
-        # A custom `compute_loss` leaves the compiled losses unbuilt, also by data.
+        # A custom `compute_loss` may leave the compiled losses unbuilt, even with data.
         if self.loss_window is None and (data is not None or losses_built(self.model)):
             strategy = self.model.distribute_strategy
             in_scope = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
@@ -133,9 +133,9 @@ class CompiledModel:
         return self.loss_window
 
     def step(self, stages: Stages, data: Batch, update: bool, telemetry: Telemetry | None) -> StepLogs:
-        """Runs a step on one replica, with all fillers in effect; ends with an update of accumulated gradients if told.
+        """Runs a replica's step on `data`, which may have no rows, with all fillers in effect.
 
-        `data` may have no rows, and `telemetry`, if any, watches the updates.
+        `update` says whether accumulated gradients are applied at the end. `telemetry`, if any, watches updates.
         """
         model, replica_batch = self.model, ReplicaBatch.of(data)
         self.trainable = self.trainable or Trainable.of(model)
@@ -159,21 +159,21 @@ Fillers = Callable[[], dict[str, Any]]
 
 
 class StepBuilder:
-    """The stages of a model, whose train function is built in Keras's place while one of them is filled."""
+    """The stages of a model. While one is filled, this builds the train function in place of Keras."""
 
     def __init__(self, model: keras.Model):
         check_internals("models", "steps")
         self.model = model
         self.stages = Stages()
         self._compiled = CompiledModel(model)
-        # The model's `compile` configuration of `_compiled`.
+        # The configuration of the `compile` to which `_compiled` belongs.
         self._compiled_for: object = None
         self._seen = SeenBatches()
         # The optimizer whose `apply` runs the last stages, and others whose updates are watched.
         self._installed: list[keras.optimizers.Optimizer] = []
         # The optimizer that keeps the order of the data.
         self._ordered: keras.optimizers.Optimizer | None = None
-        # The names of the stages that the callbacks of the running `fit` have filled, and what to call at its end.
+        # For callbacks of the running `fit`: the names of the stages they have filled, and what to call at the end.
         self._of_callbacks: dict[Fillers, tuple[tuple[str, ...], Callable[[], object] | None]] = {}
         # Returns the iterator of the running `fit`, if known.
         self._reads: Callable[[], EpochIterator | None] = lambda: None
@@ -193,7 +193,7 @@ class StepBuilder:
         return list(self._compiled.divisions.called.values())
 
     def describe_division(self) -> str | None:
-        """Describes how batches were divided and weighted, and by what evidence; `None` before `fit` has seen data."""
+        """Describes how batches were divided and weighted, and why; `None` before `fit` has seen data."""
         return self._compiled.divisions.describe(self.stages)
 
     @property
@@ -222,9 +222,9 @@ class StepBuilder:
         return {name: getattr(self.stages, name) for name in self.stages.filled}
 
     def begin_fit(self, fillers: Fillers, end: Callable[[], object] | None = None) -> None:
-        """Fills stages until `end_fit`, which calls `end`, also after a `fit` that failed.
+        """Fills stages until `end_fit`. If a callback calls `compile` in between, `fillers` is called again.
 
-        Calls `fillers` again if a callback calls `compile` during this `fit`.
+        `end` is called by `end_fit`, or after a `fit` that failed before the next one.
         """
         filled = fillers()
         self.fill(**filled)
@@ -246,7 +246,7 @@ class StepBuilder:
             self.model.__dict__.pop("make_train_function", None)
 
     def _install_stages(self) -> None:
-        """Installs the last stages in the optimizer that updates the weights, which `compile` may have replaced."""
+        """Installs the last stages in the optimizer that updates the weights. `compile` may have replaced it."""
         while self._installed:
             install_transform(self._installed.pop(), None)
         optimizer = innermost_optimizer(self.model.optimizer) if self.model.compiled else None
@@ -256,7 +256,7 @@ class StepBuilder:
             save_states(self.model.optimizer, self.stages.transforms or ())
             self._installed.append(optimizer)
         self._ordered = follow_data_order(self.model, self._ordered, follow=self.stages.ordered is not None)
-        # The first is `model.optimizer`.
+        # The first watched optimizer is `model.optimizer`, whose innermost one has it already.
         for outer in watched_optimizers(self.model)[1:] if self.stages.telemetry else []:
             install_transform(innermost_optimizer(outer), None, shown=True)
             self._installed.append(innermost_optimizer(outer))
@@ -275,7 +275,7 @@ class StepBuilder:
             self.build()
 
     def build(self) -> None:
-        """Sets the model's train function; compiled functions are reused while nothing has changed."""
+        """Sets the model's train function. Compiled functions are reused while nothing has changed."""
         self._by_configuration()
         stages = self.stages
         if stages.observe and any_divided(self.model.trainable_variables):
@@ -291,11 +291,11 @@ class StepBuilder:
         self.model.train_function = None
 
     def read_from(self, iterator: EpochIterator | None) -> None:
-        """Notes the iterator of the running `fit`, to build metrics from if a callback calls `compile`."""
+        """Notes the iterator of the running `fit`. If a callback calls `compile`, it serves to build metrics."""
         self._reads = weakref.ref(iterator) if iterator is not None else lambda: None
 
     def one_step(self, data: Batch) -> StepLogs:
-        """Runs a step that ends with an update, and returns its logs; for tracing. Untried calls are divided."""
+        """Runs a step that ends with an update, for tracing. Calls that weren't tried are divided."""
         divisions = self._compiled.divisions
         with override_attributes(divisions, entered=divisions.entered or {}):
             return self._compiled.step(self.stages, data, True, None)
@@ -305,12 +305,12 @@ class StepBuilder:
         configuration = self.model._compile_config
         if self._compiled_for is configuration:
             return
-        # Outside of `fit`, stages of callbacks are left over from one that failed.
+        # If no `fit` runs, stages of callbacks are left over from a `fit` that failed.
         if self._of_callbacks and fit_frame(inspect.currentframe(), self.model) is None:
             self._drop_leftovers()
         self._compiled_for, self._compiled = configuration, CompiledModel(self.model)
         if self.stages.take:
-            # A callback may have called `compile`.
+            # A callback may have called `compile` outside of the strategy's scope.
             check_compiled_in_scope(self.model)
         for fillers in self._of_callbacks:
             self.stages = self.stages._replace(**fillers())
@@ -320,13 +320,13 @@ class StepBuilder:
             build_from_data(self.model, iterator, None)
 
     def _fit_has_begun(self, frame: FrameType | None) -> bool:
-        """Whether a callback of the running `fit` has called the frame, and not `fit` itself before callbacks begin."""
+        """Whether a callback has called the frame during `fit`, rather than `fit` itself, before callbacks begin."""
         caller = frame and frame.f_back
         running = fit_frame(caller, self.model)
         return running is not None and running is not caller
 
     def _drop_leftovers(self) -> None:
-        """Cleans up after a `fit` that failed: its callbacks' stages, an open window, batches to skip."""
+        """Cleans up after a `fit` that failed: stages of callbacks, an open window, batches to skip."""
         if self._of_callbacks and self.stages.apply:
             self.stages.apply.abandoned(self.model.name)
         if self._seen.left:
@@ -337,7 +337,7 @@ class StepBuilder:
     # Resuming.
 
     def skip_batches(self, batches: int, then: Callable[[], None] | None = None) -> None:
-        """Skips batches that a resumed training has seen, then builds the losses and metrics and calls `then`."""
+        """Skips batches that resumed training has seen. Then builds losses and metrics, and calls `then`."""
         if batches and not self.stages.filled:
             # Keras's own train function can't skip batches.
             self.build()
@@ -346,7 +346,6 @@ class StepBuilder:
 
     @property
     def batches_to_skip(self) -> int:
-        """Number of batches still to skip."""
         return self._seen.left
 
     def _resume(self, then: Callable[[], None], batch: Batch) -> None:

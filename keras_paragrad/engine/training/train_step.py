@@ -3,7 +3,7 @@
 if calls of layers are divided, or the model has a `train_step` of its own:
     run it as it is written, on the whole batch, or on the micro-batch of a window
 otherwise run the stages:
-    split, gradient, combine: the gradient of the batch, or of its slices, weighted by what their losses divide by
+    split, gradient, weigh: the gradient of the batch, or of its slices, weighted by what their losses divide by
     apply: hand it to the optimizer, which adds it to a window, or reduces, observes, transforms and applies it
     log: the losses and metrics of all replicas
 """
@@ -23,7 +23,7 @@ from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.calls.divided import RowSlices
 from keras_paragrad.engine.losses.dividers import IndivisibleError
-from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.divisors import Divisor
 from keras_paragrad.engine.losses.logs import AllReducedResults, LossWindow, TrackedLosses, metrics_result
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.proof.division import Division, Divisions, explaining_rows
@@ -48,10 +48,10 @@ from keras_paragrad.storage.regathering import forget_gathers
 
 
 class TrainStep(NamedTuple):
-    """One replica's step on a batch.
+    """One replica's step on a batch, of which `division` says how it is divided.
 
     If the *apply* stage is filled, `window` has the losses of the micro-batches since the last update, and `update`
-    says whether the step ends with an update. `division`, one of the model's `divisions`, is of this batch.
+    says whether the step ends with an update.
     """
 
     model: keras.Model
@@ -63,7 +63,7 @@ class TrainStep(NamedTuple):
     update: bool
 
     def run(self, data: Batch) -> StepLogs:
-        """Runs the step: of parts of the loss, or whole, with the model's `train_step` as it is written."""
+        """Runs the stages on parts of the loss, or the model's `train_step` as it is written."""
         if self.division.calls or overrides_train_step(self.model):
             check = functools.partial(refuse_unwatched, self.model)
             with noticing_applies(check) if self.stages.telemetry else contextlib.nullcontext():
@@ -76,7 +76,7 @@ class TrainStep(NamedTuple):
         return logs
 
     def _run_whole(self, data: Batch) -> StepLogs:
-        """Runs the model's `train_step` on the whole batch, with calls of layers divided if `division` says so."""
+        """Runs the model's `train_step` on the whole batch. `division.calls` divides calls of layers."""
         with build_optimizers_outside_of_graphs(self.model), noticing_applies(self.divisions.note_call):
             if self.stages.apply:
                 return self._in_window(data)
@@ -100,8 +100,8 @@ class TrainStep(NamedTuple):
         """Runs the custom `train_step` on a micro-batch of a window."""
         assert self.stages.apply
         # If every batch is a whole window, nothing has to be weighed.
-        normalize = None if self.stages.apply.always_whole else self.stages.combine
-        window, step = WindowStep(self.model, normalize, self.update, self.end), train_step_of(self.model)
+        loss_divisor = None if self.stages.apply.always_whole else self.stages.weigh
+        window, step = WindowStep(self.model, loss_divisor, self.update, self.end), train_step_of(self.model)
         with self._accumulating():
             if replica_count() > 1:
                 divider = self._call_divider(apply=window.apply)
@@ -127,7 +127,7 @@ class TrainStep(NamedTuple):
         # An accumulating optimizer weights the replicas itself.
         weigh = None if self._accumulator else replica_weight
         context = StepContext(self.model, self.replica_batch, weigh_replica=weigh)
-        # Split, gradient, combine.
+        # Split, gradient, weigh.
         gradient = self._gradient(context, self.replica_batch.filled(data))
         if (weigh or self.division.cut) and tf.executing_eagerly():
             _check_rows(self.model, data, gradient.gradients)
@@ -135,16 +135,16 @@ class TrainStep(NamedTuple):
         # Whether gradients are all-reduced before the optimizer gets them.
         whole = gradient.weight is not None or self.stages.chain is not None
         if weigh and whole and not gradient.reduced:
-            # The observer gets this replica's gradients without the factor by which they are weighted.
+            # The observer gets this replica's gradients without the factor of its loss.
             weight = gradient.weight
             factor = tf.constant(1.0) if weight is None else weigh(weight) / equal_share(weight)
             observe_before_all_reduce(self.model, gradient.gradients, factor)
-        # Losses and metrics may be summed in one collective with the gradients.
+        # Gradients, losses and metrics may share one collective.
         shared = AllReducedResults(self.model, losses) if self.stages.take and several else None
         if losses and shared is None:
             losses.track()
         contribution = self._contribution(gradient, replica_weight)
-        # Observe, transform and apply, within the optimizer: see `install_transform`.
+        # The optimizer runs observe, transform and apply: see `install_transform`.
         with self._accumulating():
             sums, optimizer, weights = None, self.model.optimizer, self.model.trainable_weights
             if gradient.reduced:
@@ -180,8 +180,8 @@ class TrainStep(NamedTuple):
             return Contribution.of(weight, same=gradient.reduced)
         if replica_weight is None or weight.summed or gradient.reduced:
             return None
-        # Micro-batches are weighted uniformly; this replica has a part of one.
-        return Contribution.of(Normalizer(replica_weight(weight)))
+        # All micro-batches count the same, so the weight is this replica's share of its micro-batch.
+        return Contribution.of(Divisor(replica_weight(weight)))
 
     @property
     def _by_xla(self) -> bool:
@@ -189,7 +189,7 @@ class TrainStep(NamedTuple):
 
     @property
     def _by_layer(self) -> bool:
-        """Whether XLA compiles single layers, as collectives run between them."""
+        """Whether XLA compiles each layer by itself, because collectives run between layers."""
         return self._by_xla and not self.stages.split and compiles_each_layer(self.model)
 
     def _accumulating(self) -> contextlib.AbstractContextManager[object]:
@@ -221,22 +221,22 @@ class TrainStep(NamedTuple):
         accumulator = self._accumulator
         return (
             self.stages.apply is not None
-            and self.stages.combine is None
+            and self.stages.weigh is None
             and accumulator is not None
             and accumulator.weighting == "uniform"
             and not getattr(getattr(accumulator, "schedule", None), "is_always_one", False)
         )
 
     def _context_of(self, context: StepContext, split: Split | None = None) -> StepContext:
-        """The context of a slice, or without `split` of an unweighted batch."""
-        normalize = self.stages.normalization(of_slices=split is not None)
+        """The context of a slice, or without `split`, of a whole batch."""
+        loss_divisor = self.stages.loss_divisor(of_slices=split is not None)
         # Keras's trackers expect whole batches.
         partial = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
-        inexact = normalize is None and self.stages.take is not None and replica_count() > 1
+        inexact = loss_divisor is None and self.stages.take is not None and replica_count() > 1
         return context._replace(
-            normalize=normalize,
+            loss_divisor=loss_divisor,
             inexact=inexact,
-            # On a mesh the number of rows is static, and Keras's trackers would count by it.
+            # On a mesh, the number of rows is static. Keras's trackers would weight output losses by it.
             sums=partial or self.stages.mesh is not None,
             uniform=self._is_uniform,
             present=self.stages.present,
@@ -245,7 +245,7 @@ class TrainStep(NamedTuple):
 
 
 def _check_rows(model: keras.Model, data: Batch, gradients: Gradients) -> None:
-    """Refuses sparse gradients in eager mode: only a graph shows whether a part of a batch has summed the rows."""
+    """Refuses sparse gradients in eager mode. Only a graph shows whether a part has summed a row's gradients."""
     sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(data))
     sparse = sparse or any(getattr(layer, "sparse", False) for layer in all_layers(model))
     if sparse and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):

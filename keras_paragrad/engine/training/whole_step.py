@@ -1,10 +1,10 @@
-"""`CallDivider`: runs a step once, as it is written, on the whole batch, and divides the calls of layers in it.
+"""`CallDivider`: runs a step whole, as it is written, and divides the calls of layers.
 
     for each outermost call of a layer in the step:
         if it computes each row by itself: compute it in slices, on replicas, or in slices on replicas
         otherwise: enter it, and divide the calls of layers within it
 
-So nothing has to be known of the step: not what it divides by, compares, clips or logs, nor how often it updates.
+So nothing has to be known of the step, such as what it divides by, compares, clips or logs, or how often it updates.
 """
 
 import functools
@@ -38,11 +38,11 @@ ApplySame = Callable[[keras.optimizers.Optimizer, Gradients, list[keras.Variable
 
 
 class CallDivider:
-    """Divides the calls of layers in a step, in slices, if given, and on replicas, if there are several.
+    """Divides the calls of layers in a step, in `slices` if given, and on several replicas.
 
-    `entered` says why calls of layers are not divided, by the layers' ids; `None` enters all that are untried. `by_xla`
-    says whether XLA compiles each replica's share of a call. `apply` updates with gradients that are the same on every
-    replica.
+    `entered` has the reasons why calls of layers aren't divided, by the layers' ids; `None` enters all layers that
+    weren't tried. `by_xla` says whether XLA compiles each replica's share of a call. `apply` updates with gradients
+    that are the same on every replica.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CallDivider:
         self._summed: set[int] = set()
 
     def run(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
-        """Runs a step of a replica on the whole batch, of which it has `data`; returns its logs."""
+        """Runs a step on the whole batch, from this replica's rows `data`. Returns the logs."""
         if replica_count() == 1:
             with capturing_applies(self._apply), intercepting(self):
                 logs = step(data)
@@ -84,7 +84,7 @@ class CallDivider:
             return step(whole)
 
     def __call__(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any) -> Any:
-        """Calls a layer in parts, or returns `NotImplemented` for a layer that is to be entered."""
+        """Calls a layer in parts. Returns `NotImplemented` to enter the layer: to get the calls within it."""
         if id(layer) in self.entered:
             self._obstacles[layer.name] = self.entered[id(layer)]
             return NotImplemented
@@ -108,7 +108,7 @@ class CallDivider:
         return divided(layer_call, rows, whole, self.slices, state) if self.slices else layer_call(rows, whole, state)
 
     def _on_share(self, layer_call: LayerCall) -> Result:
-        """The result of a call of which this replica computes its share of the rows."""
+        """The result of a call for all rows, of which this replica computes its share."""
         share = Share(layer_call.rows)
         rows = share.own(layer_call.rows)
         whole, state = share.copy(layer_call.whole, rows), layer_call.state
@@ -124,13 +124,13 @@ class CallDivider:
     def _apply(
         self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
-        """Updates with gradients that each replica has of the whole batch."""
-        # Outside of the graph, which would be traced again for the variables that it makes.
+        """Updates with the whole batch's gradients, which each replica has."""
+        # Variables are made outside of the graph, which would otherwise be traced again.
         build_for(optimizer, variables)
         if replica_count() == 1:
             optimizer.apply(gradients, variables)
             return
-        # Computed by each replica for itself, they may differ by rounding on GPUs, and with them the weights.
+        # Gradients that each replica has computed for itself may differ by rounding on GPUs. Their mean is the same.
         own = [
             index
             for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
@@ -143,7 +143,7 @@ class CallDivider:
 
     @property
     def refusal(self) -> str | None:
-        """Why no call could be divided, or `None`; after `run`."""
+        """After `run`, why no call could be divided, or `None`."""
         if self._divided:
             return None
         reasons = "; ".join(f"{name!r}: {why}" for name, why in self._obstacles.items()) or "it calls no layer"

@@ -1,9 +1,9 @@
-"""A `train_step` of the model's own on a micro-batch of an accumulation window: one update, of a stated weight.
+"""Runs a `train_step` of the model's own on a micro-batch of an accumulation window.
 
 for each micro-batch of the window:
-    run the step; its gradient is added to the window with the weight that is stated for the micro-batch
-    keep what calls of layers, seeds and metrics assign
-    if it is the last one: update, and keep the step's other assignments, as of counters and averages
+    run the step, and add its gradient to the window, with the stated weight of the micro-batch
+    keep assignments within calls of layers, to seeds and to metrics
+    if the micro-batch is the last: update, and keep other assignments too, such as to counters and averages
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from keras_paragrad.compat.model import is_seed, step_metrics
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs
 from keras_paragrad.engine.losses.dividers import IndivisibleError
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.loss_divisor import LossDivisor
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.step.apply import Contribution, apply_same
 
@@ -36,16 +36,16 @@ _INSTEAD = (
 
 
 class WindowStep:
-    """The `train_step` of a model, compiled with an accumulating optimizer, for the micro-batches of windows.
+    """Runs the `train_step` of a model that is compiled with an accumulating optimizer.
 
-    All micro-batches count the same, without `normalize`. `end` ends the micro-batch, with an `update` if it ends a
-    window.
+    Without `loss_divisor`, all micro-batches count the same. `update` says whether the micro-batch is the last of its
+    window, and `end` is called at its end.
     """
 
-    def __init__(self, model: keras.Model, normalize: LossNormalization | None, update: bool, end: Callable[[], None]):
-        self.model, self.normalize, self.update, self.end = model, normalize, update, end
+    def __init__(self, model: keras.Model, loss_divisor: LossDivisor | None, update: bool, end: Callable[[], None]):
+        self.model, self.loss_divisor, self.update, self.end = model, loss_divisor, update, end
         self._applied, self._contribution = False, Contribution(1.0, 1.0)
-        if normalize and normalize.weighting in ("auto", "mask"):
+        if loss_divisor and loss_divisor.weighting in ("auto", "mask"):
             raise IndivisibleError(
                 f"{type(model).__name__} defines its own train_step, so what a micro-batch of a window counts has to "
                 "be stated. Write AccumulatingOptimizer(..., weighting='examples') if its loss is a mean over the "
@@ -54,11 +54,11 @@ class WindowStep:
             )
 
     def run(self, run: Callable[[Step, Batch], StepLogs], step: Step, data: Batch) -> StepLogs:
-        """Runs the step by `run`, which gets a function of the batch and this replica's data; returns its logs."""
+        """Runs the step by `run`, which gets a function of the batch, and this replica's data. Returns the logs."""
 
         def in_window(batch: Batch) -> StepLogs:
-            weighting = self.normalize and self.normalize.stated
-            weight = weighting.normalizer(arguments_of(batch)) if weighting else None
+            weighting = self.loss_divisor and self.loss_divisor.stated
+            weight = weighting.of_part(arguments_of(batch)) if weighting else None
             self._contribution = Contribution.of(weight, same=True)
             kept = {id(variable) for metric in step_metrics(self.model) for variable in metric.variables}
             scope = contextlib.nullcontext() if self.update else _WindowScope(kept, self._check_assigned)
@@ -86,7 +86,7 @@ class WindowStep:
             self.end()
 
     def _check_assigned(self, variable: keras.Variable) -> None:
-        """Refuses a weight that is moved before the update, which differentiates there."""
+        """Refuses an assignment to a weight before the update. The gradient would be that of the new weight."""
         if variable.trainable and not self._applied:
             raise IndivisibleError(
                 f"The train_step of {type(self.model).__name__} assigns to its weight {variable.path!r} before it "
@@ -95,10 +95,10 @@ class WindowStep:
 
 
 class _WindowScope(WeightScope):
-    """Holds what a step assigns, and no update follows; except in calls of layers, and to seeds and metrics."""
+    """Discards what a step assigns that no update follows. Keeps what calls of layers, seeds and metrics assign."""
 
     def __init__(self, kept: set[int], check: Callable[[keras.Variable], None]):
-        # Without this, losses that layers add would be dropped.
+        # `collect_losses`: otherwise losses that layers add would be dropped.
         super().__init__(collect_losses=True)
         self._kept, self._check = kept, check
 
@@ -113,7 +113,7 @@ class _WindowScope(WeightScope):
 
 @contextlib.contextmanager
 def suspended_scope() -> Generator[None]:
-    """Context within a stateless scope in which variables are read and assigned for real."""
+    """Context in which a stateless scope has no effect on variables."""
     scope = get_global_attribute("stateless_scope")
     set_global_attribute("stateless_scope", None)
     try:
@@ -123,7 +123,7 @@ def suspended_scope() -> Generator[None]:
 
 
 class _Counted(NamedTuple):
-    """How a number for a whole micro-batch counts in the mean over updates."""
+    """What a scalar for a whole micro-batch counts, and whether the micro-batch ends its window."""
 
     contribution: Contribution
     update: bool
@@ -136,7 +136,7 @@ def _update_mean(
     values: Any,
     sample_weight: Any = None,
 ) -> None:
-    """Replaces `Mean.update_state`: a number counts as its micro-batch does; the sum over a window counts once."""
+    """Replaces `Mean.update_state`. A scalar has its micro-batch's weight, or is summed over the window."""
     number = tf.convert_to_tensor(values)
     if number.shape.rank or sample_weight is not None or not number.dtype.is_floating:
         original(metric, values, sample_weight=sample_weight)
@@ -151,7 +151,7 @@ def _update_mean(
 def _update_sum(
     counted: _Counted, original: Callable[..., None], metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
 ) -> None:
-    """Replaces `Sum.update_state`: refuses the mean of a micro-batch, whose sum over a window isn't the batch's."""
+    """Replaces `Sum.update_state`. Refuses scalars that are means, as their sum over a window isn't the batch's."""
     number = tf.convert_to_tensor(values)
     if not number.shape.rank and number.dtype.is_floating and counted.contribution.decay:
         raise IndivisibleError(

@@ -1,1 +1,1 @@
-"""Runs something without a trace in the model, on real rows or made-up ones, and compares results."""
+"""Runs a model on a few rows without side effects, and compares results. docs/architecture.md: "The house"."""

@@ -1,6 +1,7 @@
-"""Trial runs of a model, without side effects: in a thread of their own, on rows of a batch or made-up ones.
+"""Trial runs of a model, in threads of their own, on a few rows of a batch.
 
-Relative differences up to the tolerances are rounding, not findings.
+Rows are synthetic to build a model, or to refuse it before there is a batch. Relative differences up to the tolerances
+below are rounding.
 """
 
 import contextlib
@@ -31,8 +32,8 @@ class Tolerance(NamedTuple):
         return self.half if half_precision else self.single
 
 
-# Relative to a gradient's norm; faults are off by 1e-4 and more. A difference must also exceed this multiple of the
-# noise from another order of the rows, another seed, or other last digits.
+# Relative to a gradient's norm: faults are off by 1e-4 and more. An error must also exceed this multiple of the noise,
+# which another order of the rows, another seed, or other last digits cause.
 GRADIENT, TIMES_NOISE = Tolerance(1e-4, 3e-2), 10
 # Relative to a metric's result on the first batch.
 METRIC = Tolerance(1e-3, 3e-2)
@@ -40,16 +41,16 @@ METRIC = Tolerance(1e-3, 3e-2)
 OF_WEIGHT, OF_ALL = 1e-3, Tolerance(1e-5, 3e-2)
 # Relative to the losses that layers add.
 ADDED = 1e-3
-# Relative to the largest output. Products of different batch sizes are rounded differently.
+# Relative to the largest output. Matrix products round differently for different numbers of rows.
 OUTPUT, OUTPUT_OF_PART = Tolerance(1e-5, 0.05), Tolerance(1e-3, 0.05)
 # Relative to the largest loss of an element.
 LOSS = 1e-5
-# Relative to a state, and to its change: a slow state's differences are small, while large numbers round.
+# Relative to a state, and to its change, as a slowly changing state differs little. Then, the rounding of a state.
 STATE, STATE_CHANGE, STATE_ROUNDING = 1e-4, 1e-3, 3e-7
-# Smaller values have no relative error.
+# Smaller differences are rounding.
 TINY = 1e-6
 
-# The most elements of a made-up tensor, or of a weight whose gradient is compared.
+# The most elements of a synthetic tensor, or of a weight whose gradient is compared.
 MOST_ELEMENTS = 2**25
 
 # The most rows on which layers are tried: their activations take little memory.
@@ -66,9 +67,9 @@ class Inconclusive(Exception):  # noqa: N818  (an answer, not a failure)
 
 
 def run_alone(run: Callable[[], Result]) -> Result:
-    """Calls a function in a thread where no strategy, graph, tape, device or state of Keras is active.
+    """Calls a function in a thread without a strategy, graph, tape, device or state of Keras.
 
-    So it never waits for other replicas or workers.
+    So the function never waits for other replicas or workers.
     """
 
     def alone() -> Result:
@@ -81,16 +82,16 @@ def run_alone(run: Callable[[], Result]) -> Result:
 
 
 def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str | None) -> Result:
-    """Calls `run` with each of `choices` until one raises no error, and returns its result; `otherwise`, if all raise.
+    """Returns `run(choice)` for the first of `choices` that raises no error; `otherwise`, if all raise.
 
-    If all raise, logs that `question`, a clause that begins with "whether", was not checked.
+    If all raise, logs that `question`, a clause that begins with "whether" or "which", was not checked.
     """
     failures = []
     for choice in choices:
         try:
             return run_alone(functools.partial(run, choice))
         except Exception as error:
-            # A model that fails on made-up rows may still train.
+            # A model that fails on synthetic rows may still train.
             _log.debug("A trial failed.", exc_info=True)
             failures.append(error)
     if question:
@@ -99,9 +100,9 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
 
 
 def first_line(error: Exception) -> str:
-    """The line of an error's message that says what is wrong: TensorFlow's errors are pages long."""
+    """The line of an error that says what is wrong. TensorFlow's errors are pages long."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    # After the places where an operation was defined, and before its name.
+    # In TensorFlow's errors, it is the line before the operation's name.
     named = next((index for index, line in enumerate(lines) if line.startswith("[[{{node")), None)
     return lines[named - 1] if named else next(iter(lines), type(error).__name__)
 
@@ -118,7 +119,7 @@ def take_rows(nested: Structure, start: int, stop: int) -> Any:
 
 
 def few_rows(batch: Structure, most: int = FEW_ROWS) -> Any:
-    """The first rows of a batch: no more than `most`, and than `FEW_ROWS`."""
+    """The first rows of a batch, at most `most` and at most `FEW_ROWS`."""
     return take_rows(batch, 0, min(row_count(batch), most, FEW_ROWS))
 
 
@@ -128,31 +129,31 @@ def row_count(batch: Structure) -> int:
 
 
 def uneven_parts(count: int) -> list[tuple[int, int]]:
-    """Cuts `count` rows, at least 2, into two parts: the first row of each, and the row after it.
+    """Cuts at least 2 rows into two parts, each as (first row, row after the last).
 
-    Their sizes differ, if there are more than two rows, and the first is odd: pairs have no place in it.
+    The first part has an odd number of rows, so that a model that pairs rows fails. From three rows on, sizes differ.
     """
     first = max(3 * count // 8 - 1, 0) | 1
     return [(0, first), (first, count)]
 
 
 def even_parts(count: int, size: int) -> list[tuple[int, int]]:
-    """Cuts `count` rows into parts of `size` rows; the last holds the rest."""
+    """Cuts `count` rows into parts of `size` rows, the last of which may be smaller."""
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def join_rows(batches: Sequence[Batch]) -> Batch:
-    """Concatenates batches; leaves out those whose rows have other shapes than the first batch's (other padding)."""
+    """Concatenates batches. Batches whose rows have other shapes than the first batch's are left out."""
 
     def shapes(batch: Batch) -> list[Any]:
         return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(batch)]
 
-    alike = [batch for batch in batches if shapes(batch) == shapes(batches[0])]
-    return keras.tree.map_structure(lambda *leaves: _join(leaves), *alike)
+    joined = [batch for batch in batches if shapes(batch) == shapes(batches[0])]
+    return keras.tree.map_structure(lambda *leaves: _join(leaves), *joined)
 
 
 def local_rows(batch: Batch) -> Batch:
-    """Joins a batch's rows on this process's replicas; `None` if a tensor has no rows."""
+    """Joins the rows of this process's replicas, or returns `None` if a tensor has no rows."""
     leaves = [local_replica_values(leaf) for leaf in keras.tree.flatten(batch)]
     if not all(value.shape.rank for values in leaves for value in values if value is not None):
         return None
@@ -178,7 +179,7 @@ def _join(leaves: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def without_replicas() -> Generator[None]:
-    """Context of a trial, or of a trace that never runs: there are no other replicas to wait for."""
+    """Context of a trial, or of a trace that never runs. Within it, there are no other replicas."""
     before, _thread.is_trial = is_trial(), True
     try:
         yield
@@ -212,7 +213,7 @@ def close(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def sum_with_factors(outputs: Iterable[tf.Tensor], factors: tf.Tensor) -> tf.Tensor:
-    """A sum of outputs in which each row has its factor, and no two columns count the same."""
+    """A weighted sum of outputs: a row has its own factor, and a column too."""
     total = tf.zeros([])
     for output in outputs:
         if output.dtype.is_floating and output.shape.rank and output.shape[0] in (None, factors.shape[0]):
@@ -223,18 +224,18 @@ def sum_with_factors(outputs: Iterable[tf.Tensor], factors: tf.Tensor) -> tf.Ten
 
 
 def among_others(count: int) -> list[int]:
-    """An order of rows in which all but the first and last stay where they are, beside others at the ends."""
+    """An order of rows in which a middle row replaces the first and the last."""
     return [count // 2, *range(1, count - 1), count // 2]
 
 
 def with_ends_of(expected: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
-    """Rows with the first and last of what is expected."""
-    alike = expected.shape.is_compatible_with(found.shape)
-    return tf.concat([expected[:1], found[1:-1], expected[-1:]], 0) if alike else found
+    """The rows `found`, with the first and last of `expected`."""
+    compatible = expected.shape.is_compatible_with(found.shape)
+    return tf.concat([expected[:1], found[1:-1], expected[-1:]], 0) if compatible else found
 
 
 def largest_error(expected: tf.Tensor, found: tf.Tensor, before: Any = None) -> tf.Tensor:
-    """The largest difference, over the largest value of what is expected, or of its change from `before`."""
+    """The largest difference, relative to the largest expected value, or to its largest change from `before`."""
     if not expected.shape.is_compatible_with(found.shape):
         return tf.constant(float("inf"))
     if not expected.dtype.is_floating:
@@ -244,7 +245,7 @@ def largest_error(expected: tf.Tensor, found: tf.Tensor, before: Any = None) -> 
     same = tf.logical_or(tf.equal(one, other), tf.logical_and(tf.math.is_nan(one), tf.math.is_nan(other)))
     off = tf.abs(one - other)
     off = tf.where(tf.math.is_finite(off), off, tf.constant(float("inf"), dtype))
-    # Without a value, the largest is the least.
+    # The maximum of no values is the least number.
     off = tf.maximum(tf.reduce_max(tf.where(same, tf.zeros_like(off), off)), 0)
     scale = _largest(one)
     if before is not None:
@@ -259,10 +260,10 @@ def _largest(values: tf.Tensor) -> tf.Tensor:
 
 
 def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
-    """The norm of the difference over the norm of the whole; `None` if the whole's norm is 0 or not finite."""
+    """The norm of the difference over the whole's. `None` if the whole's norm is 0 or not finite."""
     norm = _norm(whole)
     if not np.isfinite(norm) or not norm:
-        # Nothing can be learned from it, nor by the model.
+        # There is nothing to compare with, and the model doesn't learn from such a gradient.
         return None
     return _norm([first - second for first, second in zip(whole, other, strict=True)]) / norm
 
@@ -274,9 +275,9 @@ def unexplained_error(
     *,
     half_precision: bool,
 ) -> float:
-    """The relative error of the parts' sum, `total`; 0 if it is within the noise of the `changed` wholes.
+    """The relative error of the parts' sum `total`, or 0 if it is within the noise.
 
-    These differ from the whole only by rounding and random numbers, and are computed only if there is an error.
+    `changed` computes the whole with other rounding and random numbers. The noise is the largest error of these.
     """
     error = relative_error(whole, total)
     if error is None or error <= GRADIENT.of(half_precision):
@@ -304,10 +305,11 @@ def synthetic_rows(
     labels: bool = False,
     tokens: int = 2,
 ) -> Any:
-    """Draws eager tensors with the shapes and dtypes of a batch: real numbers from `low` to `high`, and 0 or 1.
+    """Draws eager tensors with the shapes and dtypes of a batch.
 
-    These are valid classes and tokens; integers are below `tokens`. With `labels`, real numbers are 0 or 1 too: Keras
-    casts classes to float. Axes of unknown size get `size`. Strings and sparse, ragged or huge tensors are refused.
+    Real numbers are from `low` to `high`, or 0 and 1 with `labels`, as Keras casts classes to float. Integers are below
+    `tokens`: 0 and 1 are valid classes and tokens. Axes of unknown size get `size`. Strings and sparse, ragged or huge
+    tensors are refused.
     """
     generator = np.random.default_rng(seed)
 

@@ -1,7 +1,4 @@
-"""Loss normalization: the divisor of the loss of any part of a batch, and so the weight of its gradient.
-
-The *normalizer* of a loss is its divisor.
-"""
+"""`LossDivisor`: what a part's loss is divided by, as stated or as Keras's losses say."""
 
 import dataclasses
 
@@ -16,8 +13,8 @@ from keras_paragrad.engine.losses.dividers import Divider, IndivisibleError
 from keras_paragrad.engine.losses.divisors import (
     SIZE,
     SUM,
+    Divisor,
     DivisorFunction,
-    Normalizer,
     UnknownDivisorError,
     Weighting,
     divisor_of,
@@ -27,14 +24,14 @@ from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
 
 
 @dataclasses.dataclass(frozen=True)
-class LossNormalization:
-    """Computes the normalizer of a loss, for the `weighting` of `AccumulatingOptimizer`.
+class LossDivisor:
+    """Maps a loss and its arguments to the loss's divisor.
 
     Instances with the same weighting are equal, so they share compiled steps.
 
     Attributes:
         weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"`, `"sum"`, or a function.
-        divider: The divider of batches.
+        divider: Describes the component that divides batches, for errors.
     """
 
     weighting: str | DivisorFunction
@@ -56,28 +53,28 @@ class LossNormalization:
         """The weighting that the user states, or `None` for `"auto"`."""
         return weighting_of(self.weighting)
 
-    def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
-        """The normalizer of the loss that was just computed: as stated, or as Keras's losses say."""
+    def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Divisor:
+        """The divisor of a computed loss, as stated or as Keras's losses say."""
         if (stated := self._as_stated(model, arguments, terms)) is not None:
             return stated
         if reason := why_unknown(model, terms):
             raise IndivisibleError(f"{reason} {self.divider.to_state_it}")
         if not terms:
             raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
-        # Of all compiled losses.
+        # All compiled losses have to be divided by the same thing.
         divisors = [divisor_of(term) for term in terms]
         if len({kind for kind, _ in divisors}) > 1:
             named = ", ".join(_KINDS[kind[0]] for kind, _ in divisors)
             raise IndivisibleError(
-                f"The losses of this model's outputs have different normalizers ({named}), so no single "
+                f"The losses of this model's outputs have different divisors ({named}), so no single "
                 "weight combines micro-batches into the whole batch. Use one reduction, one set of sample weights and "
                 f"one mask for all outputs. {self.divider.for_any_loss}"
             )
         kind, value = divisors[0]
-        return _normalizer_of_sum(model, terms) if kind == SUM else Normalizer(value)
+        return _divisor_of_sum(model, terms) if kind == SUM else Divisor(value)
 
-    def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
-        """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
+    def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Divisor | None:
+        """The weight of a part in evaluation. `None` divides each output's loss by its own divisor."""
         stated = self._as_stated(model, arguments, terms)
         reason = why_unknown(model, terms) if stated is None else None
         if reason:
@@ -85,7 +82,7 @@ class LossNormalization:
         return stated
 
     def describe(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> str:
-        """Describes the weight of a part of a batch, and its evidence; a sentence for `explain`."""
+        """Describes what a part weighs, and how that is known: a sentence for `explain`."""
         if (stated := self.stated) is not None:
             return f"A part weighs what weighting={stated.argument} says, as stated."
         summed = bool(summed_by_keras(model)) or self(model, arguments, terms).summed
@@ -93,12 +90,12 @@ class LossNormalization:
         weighs = "Parts are added: the losses are sums" if summed else f"A part weighs {', '.join(kinds)}"
         return f"{weighs}, as the compiled losses and their reductions say."
 
-    def _as_stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
-        """The normalizer that the user states or added losses determine; `None` if another rule applies."""
+    def _as_stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Divisor | None:
+        """The divisor that the user states, or that added losses determine; `None` if compiled losses determine it."""
         if (stated := self.stated) is not None:
             if stated.divisor is None:
-                return _normalizer_of_sum(model, terms)._replace(stated="sum")
-            return stated.normalizer(arguments)
+                return _divisor_of_sum(model, terms)._replace(stated="sum")
+            return stated.of_part(arguments)
         if why_unknown(model, terms):
             return None
         summed = summed_by_keras(model)
@@ -109,13 +106,13 @@ class LossNormalization:
                 "add_loss(keras.ops.mean(values)) with weighting='examples', or compile with losses of "
                 "reduction='sum'."
             )
-        return _normalizer_of_sum(model, terms)._replace(stated="sum") if summed else None
+        return _divisor_of_sum(model, terms)._replace(stated="sum") if summed else None
 
 
 def why_unknown(model: keras.Model, terms: list[LossTerm]) -> str | None:
     """Why the compiled losses don't determine the loss's divisor, or `None`."""
     if overrides_compute_loss(model):
-        return f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown."
+        return f"{type(model).__name__} defines its own compute_loss, so the divisor of its loss is unknown."
     if not all(summed_by_keras(model)):
         return (
             "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
@@ -143,9 +140,9 @@ def warn_of_uniform(model: keras.Model, terms: list[LossTerm]) -> None:
 
 
 def scale_by_replicas(model: keras.Model, loss: tf.Tensor, terms: list[LossTerm]) -> tf.Tensor:
-    """Scales a replica's loss so that, for equal replica batches, the replicas' losses sum to the batch's loss.
+    """Divides a replica's loss, but for terms that are sums, by the number of replicas.
 
-    Divides means, added losses, and losses that aren't Keras's by the number of replicas, as Keras does, but not sums.
+    If the replicas' batches have equal sizes, their losses then sum to the batch's loss.
     """
     share = 1 / replica_count()
     scaled = loss * tf.cast(share, loss.dtype)
@@ -157,17 +154,17 @@ def scale_by_replicas(model: keras.Model, loss: tf.Tensor, terms: list[LossTerm]
         )
         return scaled
     factors = loss_weights_of(model)
-    for place, term in enumerate(terms):
+    for index, term in enumerate(terms):
         if term.is_sum:
-            factor = tf.cast(factors[place % len(factors)], term.result.dtype)
+            factor = tf.cast(factors[index % len(factors)], term.result.dtype)
             scaled += tf.cast(term.result * factor * (1 - share), loss.dtype)
     return scaled
 
 
-def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
-    """The normalizer of a loss that is a sum over the examples."""
+def _divisor_of_sum(model: keras.Model, terms: list[LossTerm]) -> Divisor:
+    """The divisor of a loss that is a sum over the examples."""
     if overrides_compute_loss(model):
-        return Normalizer(tf.constant(1.0), summed=True)
+        return Divisor(tf.constant(1.0), summed=True)
     averaged = [
         term.loss.name for term in terms if not (term.is_sum or term.reduces_itself or term.values.shape.rank == 0)
     ]
@@ -181,7 +178,7 @@ def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
             "The loss is a sum over the examples, so a weight regularizer would count once per micro-batch. Write "
             "reduction='sum_over_batch_size' for the loss, or use the optimizer's weight_decay."
         )
-    return Normalizer(tf.constant(1.0), summed=True)
+    return Divisor(tf.constant(1.0), summed=True)
 
 
 _KINDS = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
