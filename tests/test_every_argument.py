@@ -366,7 +366,6 @@ PUBLIC = {
             "schedule": NONE,
             "summary": FLAG,
             "report": NONE | taken("False"),
-            "keep": COUNT | LARGE,
         },
         {"log_dir": "logs"},
     ),

@@ -21,7 +21,7 @@ from keras_paragrad.memory.plan import MemoryPlan
 from keras_paragrad.plain_text import InNotebooks, Printable
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
-from keras_paragrad.profiling.terminal import WindowFigures
+from keras_paragrad.profiling.tracer import WindowFigures
 
 # A layer may have any name.
 NAME = "<b>dense & co</b>"

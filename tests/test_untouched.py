@@ -24,7 +24,7 @@ from keras_paragrad.engine.proof.model_proof import ModelProof, PartsOfBatch
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.engine.trials import trial
-from keras_paragrad.inputs.run import Execution, bytes_of_gradient
+from keras_paragrad.inputs.run import Execution
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory.trial import Trials
@@ -86,7 +86,7 @@ def divisible_calls(model):
 
 
 def bytes_per_row(model):
-    Execution(model, Selection.of(model, 0, [X], None), 0, False, []).bytes_per_row([X], bytes_of_gradient)
+    Execution(model, Selection.of(model, 0, [X], None), 0, False, []).bytes_per_row([X])
 
 
 def recompute_where_it_pays(model):

@@ -27,7 +27,7 @@ ALIASES = {
     "Specs": (Specs, "The `tf.TypeSpec` of each tensor of a batch, nested as the batch is."),
     "Wrt": (
         Wrt,
-        "What to differentiate by: an input's or a layer's name or index, or several, nested.",
+        "What to differentiate by: names or indices of inputs, nested, or the name of a layer.",
     ),
     "LossArgument": (
         LossArgument,

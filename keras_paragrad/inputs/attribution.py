@@ -1,7 +1,8 @@
 """`integrated_gradients`: attributes a difference in output to the input entries."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -40,13 +41,13 @@ def integrated_gradients(
         steps: Number of quadrature points.
         output: What to attribute, a scalar per row; see `input_gradients`.
         batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
-        wrt: The inputs or layers to attribute to. Other inputs are fixed to their values in `x`.
+        wrt: The inputs or the layer to attribute to. Other inputs are fixed to their values in `x`.
         jit_compile: Whether to compile with XLA.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
     Returns:
-        An array for each input or layer, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
+        An array for each input, or of the layer, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
 
     Raises:
         ValueError: As for `input_gradients`; or `steps` is less than 1, or `baseline` does not fit a row.
@@ -69,7 +70,7 @@ def integrated_gradients(
     steps = check_integer("steps", steps, most=10_000, example=50)
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, stream, verbose)
     rows = [_check_baseline(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
-    return differentiate(model, x, [_Path(rows, steps)], options)
+    return differentiate(model, x, [functools.partial(_integrated, rows, steps)], options)
 
 
 def _check_baseline(row: object) -> np.ndarray:
@@ -86,44 +87,32 @@ def _check_baseline(row: object) -> np.ndarray:
     raise refusal("baseline", row, "an array of the shape of one row for each input, or one finite number", "0.0")
 
 
-class _Path(NamedTuple):
+def _integrated(
+    baseline: list[np.ndarray], steps: int, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any]
+) -> Derivative:
     """Integrates the gradient along the line from the baseline to each row, times the difference of the two.
 
-    A `Differentiate` without extra arrays.
+    `baseline` has a row for each input, or one number for all.
     """
+    if len(baseline) == 1 and baseline[0].ndim == 0:
+        baseline = baseline * len(free)
+    elif [row.shape for row in baseline] != [tuple(x.shape[1:]) for x in free]:
+        raise ValueError(
+            f"`baseline` has shapes {[row.shape for row in baseline]}, and a row of the inputs has "
+            f"{[tuple(x.shape[1:]) for x in free]}. Pass an array of that shape for each input, or one number."
+        )
+    starts = [tf.broadcast_to(tf.cast(row, x.dtype), x.shape) for row, x in zip(baseline, free, strict=True)]
+    differences = [x - start for x, start in zip(free, starts, strict=True)]
+    points, weights = np.polynomial.legendre.leggauss(steps)
+    # Map the interval (-1, 1) to (0, 1).
+    positions, weights = tf.constant((points + 1) / 2), tf.constant(weights / 2)
 
-    # A row for each input, or one number for all.
-    baseline: list[np.ndarray]
-    steps: int
+    def add(step: tf.Tensor, sums: list[tf.Tensor]):
+        pairs = zip(starts, differences, strict=True)
+        inputs = [start + tf.cast(positions[step], start.dtype) * difference for start, difference in pairs]
+        pairs = zip(sums, function.gradients(inputs), strict=True)
+        return step + 1, [total + tf.cast(weights[step], total.dtype) * gradient for total, gradient in pairs]
 
-    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any]) -> Derivative:
-        starts = [
-            tf.broadcast_to(tf.cast(row, x.dtype), x.shape) for row, x in zip(self._rows(free), free, strict=True)
-        ]
-        differences = [x - start for x, start in zip(free, starts, strict=True)]
-        points, weights = np.polynomial.legendre.leggauss(self.steps)
-        # Map the interval (-1, 1) to (0, 1).
-        positions, weights = tf.constant((points + 1) / 2), tf.constant(weights / 2)
-
-        def add(step: tf.Tensor, sums: list[tf.Tensor]):
-            pairs = zip(starts, differences, strict=True)
-            inputs = [start + tf.cast(positions[step], start.dtype) * difference for start, difference in pairs]
-            gradients = function.gradients(inputs)
-            pairs = zip(sums, gradients, strict=True)
-            return step + 1, [total + tf.cast(weights[step], total.dtype) * gradient for total, gradient in pairs]
-
-        zeros = [tf.zeros_like(difference) for difference in differences]
-        _, means = tf.while_loop(lambda step, _: step < self.steps, add, (0, zeros), parallel_iterations=1)
-        return Derivative([mean * difference for mean, difference in zip(means, differences, strict=True)])
-
-    def _rows(self, free: list[tf.Tensor]) -> list[np.ndarray]:
-        """The baseline as a row for each input."""
-        rows = self.baseline
-        if len(rows) == 1 and rows[0].ndim == 0:
-            return rows * len(free)
-        if [row.shape for row in rows] != [tuple(x.shape[1:]) for x in free]:
-            raise ValueError(
-                f"`baseline` has shapes {[row.shape for row in rows]}, and a row of the inputs has "
-                f"{[tuple(x.shape[1:]) for x in free]}. Pass an array of that shape for each input, or one number."
-            )
-        return rows
+    zeros = [tf.zeros_like(difference) for difference in differences]
+    _, means = tf.while_loop(lambda step, _: step < steps, add, (0, zeros), parallel_iterations=1)
+    return Derivative([mean * difference for mean, difference in zip(means, differences, strict=True)])

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import LARGEST, check_integer, did_you_mean, quote, refusal
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.inputs.layer_outputs import LayerOutput, checked_rows, outputs_exchanged
-from keras_paragrad.inputs.selection import InputLeaf, Selection, embedding_hint, indices_of, labels, spellings
+from keras_paragrad.inputs.layer_outputs import checked_rows, output_exchanged
+from keras_paragrad.inputs.selection import Selection, embedding_hint, indices_of, labels, spellings
 
 # The argument `output`: a name or number, labels, or a function of the outputs.
 OutputChoice = str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], tf.Tensor] | None
@@ -41,54 +41,29 @@ class RowFunction(NamedTuple):
 
     def __call__(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output, `(rows, ...)`, for these values of the sources."""
-        values = {id(source): tensor for source, tensor in zip(self.selection.sources, free, strict=True)}
         inputs = list(self.inputs)
-        for source in self.selection.inputs:
-            inputs[source.number] = values[id(source)]
-        outputs = self._call(inputs, lambda source, _: values[id(source)])
-        value = _select(self.model, outputs, self.output, self.labels)
-        return checked_rows(value, self._rows, "The output", _KEEP_ROWS)
+        for source, tensor in zip(self.selection.inputs, free, strict=False):
+            inputs[source.number] = tensor
+        value = _select(self.model, self._call(inputs, lambda _: free[0]), self.output, self.labels)
+        return checked_rows(value, self.inputs[0].shape[0], "The output", _KEEP_ROWS)
 
     def free_values(self) -> list[tf.Tensor]:
-        """The sources' own values, to differentiate at: the inputs, and the layers' outputs in a call of the model."""
-        values = {id(source): self.inputs[source.number] for source in self.selection.inputs}
-        if self.selection.layers:
-            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-                tape.watch(list(values.values()))
+        """The sources' own values, to differentiate at: inputs, or the layer's output in a call of the model."""
+        if self.selection.layer is None:
+            return [self.inputs[source.number] for source in self.selection.inputs]
+        values: list[tf.Tensor] = []
 
-                def record(source: LayerOutput, value: tf.Tensor) -> tf.Tensor:
-                    value = tf.identity(value if value.dtype == tf.float64 else tf.cast(value, "float32"))
-                    tape.watch(value)
-                    values[id(source)] = value
-                    return value
+        def record(value: tf.Tensor) -> tf.Tensor:
+            values.append(tf.identity(value if value.dtype == tf.float64 else tf.cast(value, "float32")))
+            return value
 
-                self._call(self.inputs, record)
-            self._check_separate(tape, values)
-        return [values[id(source)] for source in self.selection.sources]
+        self._call(self.inputs, record)
+        return values
 
-    @property
-    def _rows(self) -> int | None:
-        return self.inputs[0].shape[0]
-
-    def _call(self, inputs: Sequence[tf.Tensor], exchange: Callable[[LayerOutput, tf.Tensor], tf.Tensor]) -> Structure:
-        nested = keras.tree.pack_sequence_as(self.selection.structure, list(inputs))
-        with outputs_exchanged(self.selection.layers, self._rows, exchange):
+    def _call(self, inputs: Sequence[tf.Tensor], exchange: Callable[[tf.Tensor], tf.Tensor]) -> Structure:
+        nested, layer = keras.tree.pack_sequence_as(self.selection.structure, list(inputs)), self.selection.layer
+        with output_exchanged(layer, inputs[0].shape[0], exchange) if layer else contextlib.nullcontext():
             return self.model(nested, training=False)
-
-    def _check_separate(self, tape: tf.GradientTape, values: dict[int, tf.Tensor]) -> None:
-        """Refuses a source that is computed from another one: replacing both hides the path between them.
-
-        `values` are the sources' tensors on the tape, by the `id` of the source.
-        """
-        for source in self.selection.layers:
-            others = [other for other in self.selection.sources if other is not source]
-            gradients = tape.gradient(values[id(source)], [values[id(other)] for other in others])
-            for other, gradient in zip(others, gradients, strict=True):
-                if gradient is not None:
-                    raise ValueError(
-                        f"`wrt` has {source} and {other}, and the first is computed from the second. Make a call "
-                        "for each."
-                    )
 
     def scalars(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output as a vector `(rows,)`; refuses an output with several numbers per row."""
@@ -110,15 +85,14 @@ class RowFunction(NamedTuple):
 
     def check_connected(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list[tf.Tensor]:
         """Returns the gradients as tensors; refuses an output that does not depend on one of the sources."""
-        tensors, sources = [], self.selection.sources
-        for source, gradient in zip(sources, gradients, strict=True):
+        inputs, tensors = self.selection.inputs, list[tf.Tensor]()
+        for source, gradient in zip(inputs or [self.selection.layer], gradients, strict=True):
             if gradient is None:
-                others = [other.name for other in sources if other is not source]
-                hint = embedding_hint(self.model) if isinstance(source, InputLeaf) else ""
+                others = [other.name for other in inputs if other is not source]
+                hint = f" {hint}" if inputs and (hint := embedding_hint(self.model)) else ""
                 raise ValueError(
                     f"The output does not depend on {source}, or only through operations without a derivative, such "
-                    "as rounding or an embedding lookup."
-                    + (f" {hint}" if hint else "")
+                    f"as rounding or an embedding lookup.{hint}"
                     + (f" To exclude it, write wrt={others}." if others else "")
                 )
             tensors.append(tf.convert_to_tensor(gradient))
@@ -157,22 +131,19 @@ def check_output(output: object) -> Output:
     try:
         return check_integer("output", output, least=-LARGEST)
     except ValueError:
-        if (labels := _to_array(output)) is not None and labels.ndim:
-            return _check_labels(labels)
         expected = (
             "the name of an output, the index of an entry on its last axis such as a class, integer labels of shape "
             "(rows,) or (rows, 1), a function, or None"
         )
-        raise refusal("output", output, expected, "lambda outputs: outputs[:, 0] - outputs[:, 1]") from None
-
-
-def _to_array(value: object) -> np.ndarray | None:
+        refused = refusal("output", output, expected, "lambda outputs: outputs[:, 0] - outputs[:, 1]")
+    is_array = isinstance(output, (list, tuple)) or (hasattr(output, "__array__") and not isinstance(output, type))
     try:
-        if isinstance(value, type) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
-            return None
-        return np.asarray(value)
+        labels = np.asarray(output if is_array else 0)
     except Exception:  # rows of unequal length, or a symbolic tensor
-        return None
+        labels = np.asarray(0)
+    if labels.ndim:
+        return _check_labels(labels)
+    raise refused
 
 
 def _check_labels(labels: np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
@@ -50,14 +49,14 @@ def input_gradients(
             to 8192 so that a chunk takes a few hundred megabytes, which takes another trace of the model.
         wrt: What to differentiate with respect to: the name of an input, or its path or number; the name of a layer, or
             its path as in `"encoder/embedding"`, for what the layer gives when the model is called; or a list or dict
-            of these. All inputs if `None`. `"embedding:0"` is the first call of a layer that is called several times.
+            of inputs. All inputs if `None`. `"embedding:0"` is the first call of a layer that is called several times.
         jit_compile: Whether to compile with XLA; `"auto"` follows the model.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
     Returns:
-        An array for each input or layer, of the shape of what is differentiated by, in float32 (float64 if the input or
-        the layer's output is), nested as the inputs or as `wrt`. With `stream=True`, an iterator of such
+        An array for each input, or of the layer, of the shape of what is differentiated by, in float32 (float64 if the
+        input or the layer's output is), nested as the inputs or as `wrt`. With `stream=True`, an iterator of such
         results, some rows each.
 
     Raises:
@@ -107,13 +106,13 @@ def hessian_vector_product(
         vector: The vectors: arrays of the same shapes as what is differentiated by, nested as the inputs or as `wrt`.
         output: What to differentiate, a scalar per row; see `input_gradients`.
         batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
-        wrt: The inputs or layers to differentiate with respect to.
+        wrt: The inputs or the layer to differentiate with respect to.
         jit_compile: Whether to compile with XLA.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
     Returns:
-        An array for each input or layer, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
+        An array for each input, or of the layer, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
 
     Raises:
         ValueError: As for `input_gradients`; or `vector` has the wrong shape; or TensorFlow would silently drop the
@@ -131,17 +130,8 @@ def hessian_vector_product(
     Reference:
         Pearlmutter, *Fast Exact Multiplication by the Hessian*, Neural Computation 6(1), 1994.
     """
-    if is_batched(x):
-        raise ValueError(f"`x` is a {type(x).__name__}, and `vector` must match it row by row. Pass arrays for both.")
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, stream, verbose)
-    return differentiate(
-        model,
-        x,
-        [_hessian_vector_product],
-        options,
-        extra=vector,
-        estimate=lambda forward, inputs, outputs: 4 * (forward + inputs),
-    )
+    return differentiate(model, x, [_hessian_vector_product], options, extra=vector)
 
 
 def _hessian_vector_product(function: RowFunction, free: list[tf.Tensor], extra: Sequence[tf.Tensor]) -> Derivative:

@@ -1,7 +1,8 @@
 """`input_jacobian`: the derivatives of all outputs of a row with respect to that row's inputs."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -43,14 +44,14 @@ def input_jacobian(
         output: What to differentiate; see `input_gradients`. Here it may be of any shape `(rows, ...)`.
         batch_size: Rows per chunk, on all replicas together. A chunk's Jacobians have `batch_size` x outputs x inputs
             entries. If `None`, chosen by the memory that a row takes; see `input_gradients`.
-        wrt: The inputs or layers to differentiate with respect to; see `input_gradients`.
+        wrt: The inputs or the layer to differentiate with respect to; see `input_gradients`.
         jit_compile: Whether to compile with XLA; `"auto"` follows the model.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
     Returns:
-        An array of shape `(rows, *output_shape, *input_shape)` for each input or layer, nested as the inputs or as
-        `wrt`. See `input_gradients`.
+        An array of shape `(rows, *output_shape, *input_shape)` for each input, or of the layer, nested as the inputs or
+        as `wrt`. See `input_gradients`.
 
     Raises:
         ValueError: As for `input_gradients`; or forward mode is requested and some gradient in the model is not
@@ -69,70 +70,52 @@ def input_jacobian(
     """
     check_choice("mode", mode, MODES)
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, stream, verbose)
-    methods = [Jacobian("auto"), Jacobian("reverse")] if mode == "auto" else [Jacobian(mode)]
-    return differentiate(model, x, methods, options, estimate=_bytes_of_jacobian)
+    methods = [functools.partial(_jacobian, each) for each in (("auto", "reverse") if mode == "auto" else (mode,))]
+    return differentiate(model, x, methods, options)
 
 
-def _bytes_of_jacobian(forward: float, inputs: float, outputs: int) -> float:
-    """The `EstimateBytes` of a Jacobian."""
-    # The concurrent backward passes beside the forward pass; and the result stacked, transposed and as an array.
-    return (1 + _PARALLEL_PASSES / 2) * forward + 3 * outputs * inputs
-
-
-class Jacobian(NamedTuple):
-    """The Jacobian of a function of a chunk of rows.
+def _jacobian(mode: str, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any]) -> Derivative:
+    """The Jacobian of a function of a chunk of rows; `mode` is one of `MODES`.
 
     A *seed* is what a backward pass starts from: a factor for each output entry of each row. The passes for all seeds
     share one forward pass. A backward pass is linear in its seed, so its gradient with respect to the seed is a
     Jacobian-vector product: forward mode is reverse mode applied twice. Unlike `tf.autodiff.ForwardAccumulator`, this
     works with recurrent layers.
-
-    Attributes:
-        mode: One of `MODES`.
     """
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
+            inner.watch(free)
+            output = function(free)
+            flat = tf.reshape(output, [output.shape[0], -1])
 
-    mode: str
+        def pull(seed: tf.Tensor) -> list[tf.Tensor]:
+            return function.check_connected(inner.gradient(flat, free, [seed]))
 
-    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any]) -> Derivative:
-        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
-            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
-                inner.watch(free)
-                output = function(free)
-                flat = tf.reshape(output, [output.shape[0], -1])
+        if mode == "auto":
+            # A pass takes about as long in either mode: see the crossover in docs/benchmarks/per_example.md.
+            mode = "forward" if sum(map(_row_size, free)) < _row_size(flat) else "reverse"
+        seed = tf.random.stateless_normal(tf.shape(flat), (0, 0), dtype=flat.dtype)
+        if mode == "forward":
+            outer.watch(seed)
+        with refuse_missing_derivatives(_NO_DERIVATIVE):
+            pulled = pull(seed) if mode == "forward" else []
 
-            def pull(seed: tf.Tensor) -> list[tf.Tensor]:
-                return function.check_connected(inner.gradient(flat, free, [seed]))
-
-            mode = self.mode
-            if mode == "auto":
-                # A pass takes about as long in either mode: see the crossover in docs/benchmarks/per_example.md.
-                mode = "forward" if sum(map(_row_size, free)) < _row_size(flat) else "reverse"
-            seed = tf.random.stateless_normal(tf.shape(flat), (0, 0), dtype=flat.dtype)
-            if mode == "forward":
-                outer.watch(seed)
-            with refuse_missing_derivatives(_NO_DERIVATIVE):
-                pulled = pull(seed) if mode == "forward" else []
-
-        is_valid = tf.constant(True)
-        if mode == "reverse":
-            stacks = _map_seeds(lambda index: pull(_one_hot_seed(flat, index)), _row_size(flat), free)
-            jacobians = [tf.transpose(stack, [1, 0, *range(2, stack.shape.rank)]) for stack in stacks]
-        else:
-            jacobians = [_push_forward(outer, seed, *pair) for pair in zip(pulled, free, strict=True)]
-            tolerance = 1e-3 if function.model.compute_dtype in ("float32", "float64") else 0.1
-            is_valid = _error(jacobians, seed, pulled) < tolerance
-        shapes = [[*output.shape, *tensor.shape[1:]] for tensor in free]
-        return Derivative([tf.reshape(*pair) for pair in zip(jacobians, shapes, strict=True)], is_valid)
+    is_valid = tf.constant(True)
+    if mode == "reverse":
+        stacks = _map_seeds(lambda index: pull(_one_hot_seed(flat, index)), _row_size(flat), free)
+        jacobians = [tf.transpose(stack, [1, 0, *range(2, stack.shape.rank)]) for stack in stacks]
+    else:
+        jacobians = [_push_forward(outer, seed, *pair) for pair in zip(pulled, free, strict=True)]
+        tolerance = 1e-3 if function.model.compute_dtype in ("float32", "float64") else 0.1
+        is_valid = _error(jacobians, seed, pulled) < tolerance
+    shapes = [[*output.shape, *tensor.shape[1:]] for tensor in free]
+    return Derivative([tf.reshape(*pair) for pair in zip(jacobians, shapes, strict=True)], is_valid)
 
 
 def _push_forward(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """The Jacobian `(rows, outputs, inputs)` of the flat output by `tensor`, one input entry per pass.
 
-    Args:
-        tape: Has recorded the backward pass from `seed` to `pulled`.
-        seed: Any seed: the backward pass is linear in it.
-        pulled: The gradient with respect to `tensor`, by that pass.
-        tensor: The input.
+    `tape` has recorded the backward pass from any seed, as it is linear in it, to the gradient `pulled`.
     """
 
     def push(index: tf.Tensor) -> list[tf.Tensor]:

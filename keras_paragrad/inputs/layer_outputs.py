@@ -1,7 +1,7 @@
 """Differentiates with respect to a layer's output within its model's call, instead of an input."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import keras
@@ -33,63 +33,53 @@ class LayerOutput(NamedTuple):
 
 
 @contextlib.contextmanager
-def outputs_exchanged(
-    sources: Sequence[LayerOutput], rows: int | None, exchange: Callable[[LayerOutput, tf.Tensor], tf.Tensor]
+def output_exchanged(
+    source: LayerOutput, rows: int | None, exchange: Callable[[tf.Tensor], tf.Tensor]
 ) -> Generator[None]:
-    """Context in which a source layer's call returns `exchange(source, output)`, with the mask of the output.
+    """Context in which a source layer's call returns `exchange(output)`, with the mask of the output.
 
-    `exchange` is called while the model is; `rows` is the number of rows of each output.
+    `exchange` is called while the model is; `rows` is the number of rows of the output.
 
     Raises:
-        ValueError: A layer is not called, or more than once, or returns something that has no derivative by row.
+        ValueError: The layer is not called, or more than once, or returns something that has no derivative by row.
     """
-    graph, refused = tf.compat.v1.get_default_graph(), list[ValueError]()
-    # How often each layer has been called, by `id`.
-    calls = {id(source.layer): 0 for source in sources}
+    graph, refused, times = tf.compat.v1.get_default_graph(), list[ValueError](), 0
+    method = call_method(source.layer)
+    call = getattr(source.layer, method)
 
-    def exchanging(layer: keras.layers.Layer, call: Callable[..., Structure]) -> Callable[..., Structure]:
-        def exchanged(*arguments: Any, **keywords: Any) -> Structure:
-            outputs = call(*arguments, **keywords)
-            number = calls[id(layer)]
-            calls[id(layer)] += 1
-            for source in sources:
-                if source.layer is layer and source.call in (None, number):
-                    mask = mask_of(outputs)
-                    try:
-                        value = checked_rows(outputs, rows, f"The output of layer {source.name!r}", _NAME_ANOTHER)
-                        if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not graph:
-                            raise ValueError(
-                                f"The layer {source.name!r} is called in a loop, a branch or a tf.function, so its "
-                                f"output can't be taken. {_NAME_ANOTHER}"
-                            )
-                    except ValueError as error:
-                        refused.append(error)
-                        raise
-                    outputs = with_mask(tf.identity(tf.cast(exchange(source, value), value.dtype)), mask)
+    def exchanged(*arguments: Any, **keywords: Any) -> Structure:
+        nonlocal times
+        outputs, number = call(*arguments, **keywords), times
+        times += 1
+        if source.call not in (None, number):
             return outputs
-
-        return exchanged
-
-    with contextlib.ExitStack() as stack:
-        for layer in {id(source.layer): source.layer for source in sources}.values():
-            method = call_method(layer)
-            stack.enter_context(override_attributes(layer, **{method: exchanging(layer, getattr(layer, method))}))
         try:
-            yield
-        except Exception:
-            # Keras has added the layer's arguments to the message.
-            if refused:
-                raise refused[0] from None
+            value = checked_rows(outputs, rows, f"The output of layer {source.name!r}", _NAME_ANOTHER)
+            if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not graph:
+                raise ValueError(
+                    f"The layer {source.name!r} is called in a loop, a branch or a tf.function, so its output can't "
+                    f"be taken. {_NAME_ANOTHER}"
+                )
+        except ValueError as error:
+            refused.append(error)
             raise
-    for source in sources:
-        times = calls[id(source.layer)]
-        if times <= (source.call or 0) or (source.call is None and times > 1):
-            name = source.name if source.call is None else f"{source.name}:{source.call}"
-            write = f"Write wrt={f'{source.name}:0'!r} for its first call." if times else "Name a layer that is."
-            raise ValueError(
-                f"`wrt` is {name!r}, and that layer is called {times} times when the model is called with "
-                f"training=False. {write}"
-            )
+        return with_mask(tf.identity(tf.cast(exchange(value), value.dtype)), mask_of(outputs))
+
+    try:
+        with override_attributes(source.layer, **{method: exchanged}):
+            yield
+    except Exception:
+        # Keras has added the layer's arguments to the message.
+        if refused:
+            raise refused[0] from None
+        raise
+    if times <= (source.call or 0) or (source.call is None and times > 1):
+        name = source.name if source.call is None else f"{source.name}:{source.call}"
+        write = f"Write wrt={f'{source.name}:0'!r} for its first call." if times else "Name a layer that is."
+        raise ValueError(
+            f"`wrt` is {name!r}, and that layer is called {times} times when the model is called with "
+            f"training=False. {write}"
+        )
 
 
 def checked_rows(value: Any, rows: int | None, name: str, advice: str) -> tf.Tensor:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.data import is_batched
-from keras_paragrad.compat.types import FitData, Structure
+from keras_paragrad.compat.types import Structure
 
 
 class Chunk(NamedTuple):
@@ -38,17 +38,20 @@ class InputRows:
         first: The first nonempty batch; of arrays, all rows.
     """
 
-    def __init__(self, x: FitData):
-        batches, self.count = _read_batches(x)
-        first = next(batches, None)
+    def __init__(self, x: Any):
+        self.count: int | None = None
+        self.structure: Any = None
+        if isinstance(x, keras.utils.PyDataset):
+            x = map(x.__getitem__, itertools.count() if x.num_batches is None else range(x.num_batches))
+        if is_batched(x):
+            batches = (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in x)
+        else:
+            batches, self.count = iter([x]), len(to_arrays(x)[0])
+        self._batches = self._checked_arrays(batches)
+        first = next(self._batches, None)
         if first is None:
             raise ValueError("`x` has no rows. Pass at least one; a generator can be read only once.")
-        self.structure = keras.tree.pack_sequence_as(first, list(range(len(keras.tree.flatten(first)))))
-        self._batches = (arrays for arrays in self._checked_arrays(itertools.chain([first], batches)) if len(arrays[0]))
-        nonempty = next(self._batches, None)
-        if nonempty is None:
-            raise ValueError("`x` has no rows. Pass at least one.")
-        self.first = nonempty
+        self.first = first
 
     def chunks(self, batch_size: int, multiple: int = 1) -> Iterator[Chunk]:
         """Yields all rows in padded chunks of one size: at most `batch_size`, rounded up to a `multiple`."""
@@ -62,16 +65,19 @@ class InputRows:
             )
 
     def _checked_arrays(self, batches: Iterator[Structure]) -> Iterator[list[np.ndarray]]:
-        """Yields each batch as a list of arrays; rejects a batch whose nesting or row shape differs from the first."""
+        """Yields each batch with rows as a list of arrays; rejects one whose nesting or row shape isn't the first's."""
         expected = None
         for batch in batches:
+            if self.structure is None:
+                self.structure = keras.tree.pack_sequence_as(batch, list(range(len(keras.tree.flatten(batch)))))
             keras.tree.assert_same_structure(batch, self.structure)
             arrays = to_arrays(batch)
             shapes = [array.shape[1:] for array in arrays]
             expected = expected or shapes
             if shapes != expected:
                 raise ValueError(f"A batch has rows of shape {shapes} after rows of {expected}. Pad them to one shape.")
-            yield arrays
+            if len(arrays[0]):
+                yield arrays
 
 
 def to_arrays(nested: object) -> list[np.ndarray]:
@@ -90,17 +96,12 @@ def to_arrays(nested: object) -> list[np.ndarray]:
             "inputs are, a tf.data.Dataset, or a generator of batches."
         )
     if len({len(array) for array in arrays}) > 1:
-        raise ValueError(f"The inputs have {[len(array) for array in arrays]} rows, and must have the same number.")
+        counts = [len(array) for array in arrays]
+        raise ValueError(
+            f"The inputs, and the labels in `output` or the vectors beside them, have {counts} rows, and must have the "
+            "same number."
+        )
     return arrays
-
-
-def _read_batches(x: Any) -> tuple[Iterator[Any], int | None]:
-    """The batches of `x`, each with inputs only, and the number of all rows, or `None` if it is unknown."""
-    if isinstance(x, keras.utils.PyDataset):
-        x = map(x.__getitem__, itertools.count() if x.num_batches is None else range(x.num_batches))
-    if is_batched(x):
-        return (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in x), None
-    return iter([x]), len(to_arrays(x)[0])
 
 
 def _rebatch(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
@@ -124,22 +125,14 @@ def _concatenate(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
     return pieces[0] if len(pieces) == 1 else [np.concatenate(leaves) for leaves in zip(*pieces, strict=True)]
 
 
-class InMemory:
-    """An array that rows are appended to, without a second full copy at the end; `rows` is how many there will be."""
-
-    def __init__(self, rows: int | None):
-        self._expected, self._rows, self._array = rows, 0, np.empty(0)
-
-    def append(self, part: np.ndarray) -> None:
-        """Copies rows to the end of the array, which grows if it is too short."""
-        start, self._rows = self._rows, self._rows + len(part)
-        if not start:
-            self._array = np.empty((self._expected or len(part), *part.shape[1:]), part.dtype)
-        if self._rows > len(self._array):
-            # Grows in small steps to waste little memory: the system remaps a large array without copying it.
-            self._array.resize((self._rows + self._rows // 32, *part.shape[1:]), refcheck=False)
-        self._array[start : self._rows] = part
-
-    def result(self) -> np.ndarray:
-        self._array.resize((self._rows, *self._array.shape[1:]), refcheck=False)
-        return self._array
+def collected(results: Iterator[list[np.ndarray]], rows: int | None) -> list[np.ndarray]:
+    """The results of all chunks as arrays; with the number of rows, without a second copy of all of them."""
+    if rows is None:
+        return [np.concatenate(parts) for parts in zip(*results, strict=True)]
+    arrays, row = list[np.ndarray](), 0
+    for values in results:
+        arrays = arrays or [np.empty((rows, *value.shape[1:]), value.dtype) for value in values]
+        for array, value in zip(arrays, values, strict=True):
+            array[row : row + len(value)] = value
+        row += len(values[0])
+    return arrays

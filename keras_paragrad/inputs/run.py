@@ -22,15 +22,10 @@ from keras_paragrad.engine.tracing.effects import assigned_resources
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.inputs.function import Differentiate, Output, RowFunction, check_output
-from keras_paragrad.inputs.rows import Chunk, InMemory, InputRows, to_arrays
+from keras_paragrad.inputs.rows import Chunk, InputRows, collected
 from keras_paragrad.inputs.selection import Selection, Wrt
 from keras_paragrad.memory.cost import bytes_of_results
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
-from keras_paragrad.plain_text import counted
-
-# From the bytes of a row's forward pass, the bytes of its differentiated inputs and the number of its output entries,
-# estimates the bytes needed to differentiate it.
-EstimateBytes = Callable[[float, float, int], float]
 
 # Larger chunks are no faster for small rows: a few thousand already amortize the overhead.
 MOST_ROWS = 8192
@@ -58,19 +53,8 @@ class DerivativeOptions(NamedTuple):
         )
 
 
-def bytes_of_gradient(forward: float, inputs: float, outputs: int) -> float:
-    """The `EstimateBytes` of a gradient."""
-    # Much of the forward pass is freed early, making room for the backward pass. The rest is copies of the result.
-    return forward + 4 * inputs
-
-
 def differentiate(
-    model: keras.Model,
-    x: FitData,
-    methods: Sequence[Differentiate],
-    options: DerivativeOptions,
-    extra: FitData = None,
-    estimate: EstimateBytes = bytes_of_gradient,
+    model: keras.Model, x: FitData, methods: Sequence[Differentiate], options: DerivativeOptions, extra: FitData = None
 ) -> Any:
     """Differentiates every row.
 
@@ -80,7 +64,6 @@ def differentiate(
         methods: How to differentiate a chunk. From one that raises an error on, the next is used.
         options: The arguments of the public function.
         extra: Nested arrays, cut into chunks with `x`, which the methods get too.
-        estimate: Estimates the memory of a row, to choose the size of chunks.
 
     Returns:
         The results of all rows, nested as the inputs are, or an iterator over the results of each chunk.
@@ -89,26 +72,24 @@ def differentiate(
     check_instance("model", model, keras.Model, "a Keras model")
     options = options.checked()
     extras = [] if extra is None else [extra]
-    if isinstance(options.output, np.ndarray):
-        _check_labels_fit(options.output, x)
-        extras.append(options.output)
+    extras += [options.output] if isinstance(options.output, np.ndarray) else []
+    if extras and is_batched(x):
+        raise ValueError(
+            f"`x` is a {type(x).__name__}, whose rows may come in any order. Pass arrays for both, or make a call per "
+            "large batch, as in: for x, y in data: input_gradients(model, x, output=y)."
+        )
     rows = InputRows((x, *extras) if extras else x)
-    structure = rows.structure[0] if extras else rows.structure
-    selection = Selection.of(model, structure, rows.first, options.wrt)
+    selection = Selection.of(model, rows.structure[0] if extras else rows.structure, rows.first, options.wrt)
     execution = Execution(model, selection, options.output, options.jit_compile, methods)
     execution.build(rows.first)
-    size = options.batch_size or rows_within_budget(execution.bytes_per_row(rows.first, estimate))
+    size = options.batch_size or int(min(max(BUDGET // execution.bytes_per_row(rows.first), 1), MOST_ROWS))
     chunks = rows.chunks(size, model.distribute_strategy.num_replicas_in_sync)
     results = _run_all(chunks, rows.count, execution, options.verbose)
     # The first chunk runs eagerly here, so that errors are raised at the call even for streamed results.
     results = itertools.chain([next(results)], results)
     if options.stream:
         return (selection.nested(values) for values in results)
-    arrays = [InMemory(rows.count) for _ in selection.sources]
-    for values in results:
-        for array, value in zip(arrays, values, strict=True):
-            array.append(value)
-    return selection.nested([array.result() for array in arrays])
+    return selection.nested(collected(results, rows.count))
 
 
 def _run_all(
@@ -125,30 +106,8 @@ def _run_all(
     bar.update(done, finalize=True)
 
 
-def _check_labels_fit(labels: np.ndarray, x: object) -> None:
-    """Refuses labels that can't be matched one to one with the rows of `x`."""
-    if is_batched(x):
-        raise ValueError(
-            f"`output` has labels, and `x` is a {type(x).__name__}, whose rows may come in any order. Pass arrays "
-            "for both, or make a call per large batch, as in: for x, y in data: input_gradients(model, x, output=y)."
-        )
-    rows = len(to_arrays(x)[0])
-    if len(labels) != rows:
-        raise ValueError(
-            f"`output` has {counted(len(labels), 'label')}, and `x` has {counted(rows, 'row')}. Pass one label per row."
-        )
-
-
 class Execution:
-    """Compiles a derivative for the first chunk, and runs it on every chunk.
-
-    Args:
-        model: The model.
-        selection: The inputs that are differentiated.
-        output: The output that is differentiated.
-        jit_compile: Whether to compile with XLA; `"auto"` follows the model.
-        methods: How to differentiate a chunk.
-    """
+    """Compiles a derivative for the first chunk, and runs it on every chunk; see `differentiate`."""
 
     def __init__(
         self,
@@ -199,11 +158,10 @@ class Execution:
                     raise
             self._methods, self._function = self._methods[1:], None
 
-    def bytes_per_row(self, first: list[np.ndarray], estimate: EstimateBytes) -> float:
+    def bytes_per_row(self, first: list[np.ndarray]) -> float:
         """An estimated upper bound of the bytes to differentiate a row, from a trace of the forward pass."""
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
-
         # The entries of a row of each source, set by the trace.
         sizes: list[int] = []
 
@@ -214,9 +172,9 @@ class Execution:
             return function(free)
 
         traced = trace_untouched(self.model, forward, specs)
-        return estimate(
-            bytes_of_results(traced.graph) / rows, 4 * sum(sizes), traced.outputs[0].shape[1:].num_elements()
-        )
+        outputs = traced.outputs[0].shape[1:].num_elements()
+        # Backward passes beside the forward pass; and the result in float32, stacked, transposed and as an array.
+        return 4 * (bytes_of_results(traced.graph) / rows + outputs * sum(sizes)) or 1
 
     def _compile(self, method: Differentiate, leaves: list[tf.Tensor]) -> Callable[..., Any]:
         """A function that differentiates a chunk on all replicas, for one shape."""
@@ -239,8 +197,14 @@ class Execution:
             # Concrete, so that another shape raises instead of retracing.
             concrete = function.get_concrete_function(leaves)
         except ValueError as error:
-            if refusal := _saved_loop_refusal(self.model, error):
-                raise refusal from error
+            names = [repr(layer.name) for layer in all_layers(self.model) if isinstance(layer, keras.layers.TFSMLayer)]
+            if names and "without handle data" in str(error):
+                raise ValueError(
+                    f"TensorFlow can't differentiate the SavedModel of {', '.join(names)} in a graph: it has a loop, "
+                    "such as an LSTM's, and was differentiated eagerly before. Make the layer anew, with "
+                    "keras.layers.TFSMLayer(filepath), or export its model again with unroll=True for its recurrent "
+                    "layers."
+                ) from error
             raise
         _check_no_assignments(self.model, concrete.graph)
         return concrete
@@ -280,23 +244,6 @@ class Execution:
                 "model without the strategy, and give each process its own rows."
             )
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def rows_within_budget(bytes_per_row: float) -> int:
-    """The rows that fit into `BUDGET`: at least one, and at most `MOST_ROWS`."""
-    return int(min(max(BUDGET // max(bytes_per_row, 1), 1), MOST_ROWS))
-
-
-def _saved_loop_refusal(model: keras.Model, error: ValueError) -> ValueError | None:
-    """The error in place of TensorFlow's internal one for the gradient of a loop in a loaded SavedModel."""
-    names = [layer.name for layer in all_layers(model) if isinstance(layer, keras.layers.TFSMLayer)]
-    if not names or "without handle data" not in str(error):
-        return None
-    return ValueError(
-        f"TensorFlow can't differentiate the SavedModel of {', '.join(map(repr, names))} in a graph: it has a loop, "
-        "such as an LSTM's, and was differentiated eagerly before. Make the layer anew, with "
-        "keras.layers.TFSMLayer(filepath), or export its model again with unroll=True for its recurrent layers."
-    )
 
 
 def _check_no_assignments(model: keras.Model, graph: tf.Graph) -> None:

@@ -1,4 +1,4 @@
-"""Selects the *sources* of a derivative, what to differentiate with respect to: inputs, or outputs of layers.
+"""Selects the *sources* of a derivative, what to differentiate with respect to: inputs, or a layer's output.
 
 Sources are all inputs, or what `wrt` names. Inputs of integers are refused.
 """
@@ -13,7 +13,7 @@ from keras_paragrad.arguments import check_integer, did_you_mean, quote, refusal
 from keras_paragrad.compat.layers import children
 from keras_paragrad.inputs.layer_outputs import LayerOutput
 
-# The argument `wrt`: names or numbers of inputs, and names of layers, nested as the result is to be.
+# The argument `wrt`: names or numbers of inputs, or the name of a layer, nested as the result is to be.
 Wrt: TypeAlias = str | int | Sequence["Wrt"] | Mapping[str, "Wrt"] | None
 # Integers, nested as inputs or results are.
 Nesting: TypeAlias = int | Sequence["Nesting"] | Mapping[str, "Nesting"]
@@ -39,23 +39,25 @@ class InputLeaf(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The inputs of a model, and the sources to differentiate with respect to.
+    """The inputs of a model, and the sources to differentiate with respect to: inputs, or a layer's output.
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
         names: The name of each input.
-        sources: The inputs and the layers' outputs to differentiate with respect to.
+        inputs: The inputs to differentiate with respect to.
+        layer: The layer's output, in place of inputs.
         nesting: The nesting of the result, with the index of a source at each leaf.
     """
 
     structure: Nesting
     names: list[str]
-    sources: list[InputLeaf | LayerOutput]
+    inputs: list[InputLeaf]
+    layer: LayerOutput | None
     nesting: Nesting
 
     @classmethod
     def of(cls, model: keras.Model, structure: Nesting, leaves: list[np.ndarray], wrt: Wrt) -> "Selection":
-        """Selects the inputs and layers that `wrt` names, or all inputs if it is `None`.
+        """Selects the inputs or the layer that `wrt` names, or all inputs if it is `None`.
 
         `leaves` are arrays: some rows of each input in `structure`, and perhaps further arrays.
         """
@@ -69,29 +71,22 @@ class Selection(NamedTuple):
         except TypeError:  # a dict with unsortable keys
             raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
         selected = flat if wrt is None else [_find(model, known, names, item) for item in flat]
-        keys = [source if isinstance(source, int) else (id(source.layer), source.call) for source in selected]
-        if not selected or len(set(keys)) < len(keys):
-            raise ValueError(f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names} or layers, each once.")
+        numbers = [source for source in selected if isinstance(source, int)]
+        layer = next((source for source in selected if isinstance(source, LayerOutput)), None)
+        if not selected or len({*numbers}) < len(numbers) or (layer and len(selected) > 1):
+            raise ValueError(
+                f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names}, each once, or one layer. For several "
+                "layers make a call for each, or name a layer after them."
+            )
         dtypes = [_dtypes(*pair) for pair in zip(declared, leaves[: len(names)], strict=True)]
         real = [name for name, pair in zip(names, dtypes, strict=True) if all("float" in dtype for dtype in pair)]
-        sources: list[InputLeaf | LayerOutput] = []
-        for source in selected:
-            if isinstance(source, LayerOutput):
-                sources.append(source)
-                continue
-            for dtype in dtypes[source]:
+        for number in numbers:
+            for dtype in dtypes[number]:
                 if "float" not in dtype:
-                    raise _dtype_refusal(model, names[source], dtype, real)
-            sources.append(InputLeaf(names[source], source, "float64" if dtypes[source][0] == "float64" else "float32"))
-        return cls(structure, names, sources, nesting)
-
-    @property
-    def inputs(self) -> list[InputLeaf]:
-        return [source for source in self.sources if isinstance(source, InputLeaf)]
-
-    @property
-    def layers(self) -> list[LayerOutput]:
-        return [source for source in self.sources if isinstance(source, LayerOutput)]
+                    raise _dtype_refusal(model, names[number], dtype, real)
+        kinds = ["float64" if expected == "float64" else "float32" for expected, _ in dtypes]
+        inputs = [InputLeaf(names[number], number, kinds[number]) for number in numbers]
+        return cls(structure, names, inputs, layer, nesting)
 
     def nested(self, results: list[Any]) -> Any:
         """Results, one for each source, nested as `wrt` or the inputs are."""
@@ -204,7 +199,5 @@ def embedding_hint(model: keras.Model) -> str:
     layers, paths = _layers_of(model)
     unique = [label or spelled[0] for label, spelled in zip(labels(paths), paths, strict=True)]
     names = [name for name, layer in zip(unique, layers, strict=True) if isinstance(layer, keras.layers.Embedding)]
-    if not names:
-        return ""
-    wrt = repr(names[0]) if len(names) == 1 else repr(names)
-    return f"To differentiate with respect to what the embedding gives, write wrt={wrt}."
+    wrt = " or ".join(f"wrt={name!r}" for name in names)
+    return f"To differentiate with respect to what the embedding gives, write {wrt}." if names else ""

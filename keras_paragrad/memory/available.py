@@ -18,24 +18,16 @@ _SMI_SECONDS = 10
 
 
 def resident_bytes(process: int | str = "self", *, peak: bool = False) -> int | None:
-    """A process's resident memory or its peak, in bytes; `None` if the process is gone or can't be inspected.
-
-    Args:
-        process: The process's id, or `"self"`.
-        peak: Whether to return the peak.
-    """
+    """A process's resident memory or its peak, in bytes; `None` if the process is gone or can't be inspected."""
     name = "VmHWM" if peak else "VmRSS"
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         # Without Linux's files, a process knows only its own peak.
-        return _peak() if process == "self" and not Path("/proc/self").exists() else None
+        if process != "self" or Path("/proc/self").exists():
+            return None
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
-
-
-def _peak() -> int:
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_bytes() -> int | None:

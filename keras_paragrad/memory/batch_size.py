@@ -4,19 +4,21 @@ import bisect
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_instance, check_integer
+from keras_paragrad.arguments import check_instance, check_integer, quote
 from keras_paragrad.compat.check import check_internals
+from keras_paragrad.compat.data import is_grain
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs, Structure
 from keras_paragrad.memory.available import STEP_SHARE, memory_of_device
 from keras_paragrad.memory.breakdown import breakdowns_of
-from keras_paragrad.memory.traced_step import traced_step
-from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows, warn_untried
+from keras_paragrad.memory.traced_step import traced_steps
+from keras_paragrad.memory.trial import CannotTryError, Trials, warn_untried
 from keras_paragrad.plain_text import bytes_in_words, counted
 
 _log = logging.getLogger("keras_paragrad")
@@ -82,9 +84,8 @@ def find_batch_size(
     verbose = check_integer("verbose", verbose, least=0, most=1, also=(True, False), example=1)
     _check_can_find(model)
     device_bytes = memory_of_device(device_bytes, steps)
-    rows = first_rows(x, y, _ROWS)
-    data = [rows.x, rows.y, rows.sample_weight]
-    sizes = nice_sizes(most or rows.total or _UNBOUNDED)
+    data, total = _first_rows(x, y)
+    sizes = nice_sizes(most or total or _UNBOUNDED)
     log, spec = TrialLog("find_batch_size", verbose), _spec_of(model, data)
 
     def measuring(measure: Measure, limit: int, how: str = "") -> Measure:
@@ -99,7 +100,7 @@ def find_batch_size(
 
     @functools.cache
     def estimate(size: int) -> int:
-        return breakdowns_of(model, traced_step(model, size, batch=spec), replicas=1)[0].total
+        return breakdowns_of(model, traced_steps(model, [size], spec)[0], replicas=1)[0].total
 
     # Where to begin without an estimate.
     first, per_row = bisect.bisect_right(sizes, max(_FIRST, sizes[0])) - 1, None
@@ -133,11 +134,9 @@ def find_batch_size(
 def _check_can_find(model: keras.Model) -> None:
     """Refuses a model that can be neither tried nor estimated."""
     if not model.compiled or not model.built:
-        missing = "compiled" if not model.compiled else "built"
-        call = (
-            "model.compile(optimizer, loss)" if not model.compiled else "model.build(shape), or the model on a batch,"
-        )
-        raise ValueError(f"find_batch_size trains {model.name!r}, which is not {missing}. Call {call} first.")
+        missing = "built. Call model.build(shape), or the model on a batch,"
+        missing = missing if model.compiled else "compiled. Call model.compile(optimizer, loss)"
+        raise ValueError(f"find_batch_size trains {model.name!r}, which is not {missing} first.")
     replicas = model.distribute_strategy.num_replicas_in_sync
     if replicas > 1:
         raise ValueError(
@@ -145,6 +144,35 @@ def _check_can_find(model: keras.Model) -> None:
             "finds by the number of replicas: build and compile the model without `with dist.scope():` for it. "
             "dist.estimate(model, batch_size) is for several."
         )
+
+
+def _first_rows(x: Any, y: Any) -> tuple[list[Structure], int | None]:
+    """The first rows of `x`, `y` and `sample_weight`, as nested arrays, and the number of all rows, if it is known.
+
+    Raises:
+        ValueError: The data is a generator, or its elements aren't dense arrays with a batch dimension.
+    """
+    sample_weight, is_whole = None, False
+    if isinstance(x, tf.data.Dataset) or is_grain(x):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(next(iter(x)))
+    elif isinstance(x, keras.utils.PyDataset):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(x[0])
+    elif hasattr(x, "__next__"):
+        raise ValueError("`x` is a generator, and the trial would consume its rows. Pass arrays, such as one batch's.")
+    else:
+        x, is_whole = np.asarray(x) if isinstance(x, list) and x and isinstance(x[0], str) else x, True
+
+    def rows_of(leaf: Any) -> np.ndarray | None:
+        rows = None if leaf is None else np.asarray(leaf[:_ROWS])
+        if rows is not None and rows.dtype == object and not all(isinstance(each, (str, bytes)) for each in rows.flat):
+            raise TypeError(f"found {quote(leaf)}")
+        return rows
+
+    try:
+        total = len(keras.tree.flatten(x)[0]) if is_whole else None
+        return [keras.tree.map_structure(rows_of, part) for part in (x, y, sample_weight)], total
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`x` and `y` have to be arrays, or a dataset of dense batches: {error}") from error
 
 
 def _spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
@@ -158,12 +186,11 @@ def _spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
         dtype = keras.config.floatx() if leaf.dtype.kind == "f" else leaf.dtype
         return tf.TensorSpec((None, *leaf.shape[1:]), dtype)
 
-    if overrides_fit(model) or any(
-        leaf.dtype.kind not in "biuf" for leaf in keras.tree.flatten(data) if leaf is not None
-    ):
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    if overrides_fit(model) or any(leaf.dtype.kind not in "biuf" for leaf in leaves):
         return None
-    *before, sample_weight = (None if element is None else keras.tree.map_structure(spec, element) for element in data)
-    return tuple(before) if sample_weight is None else (*before, sample_weight)
+    x, y, sample_weight = (None if part is None else keras.tree.map_structure(spec, part) for part in data)
+    return (x, y) if sample_weight is None else (x, y, sample_weight)
 
 
 class TrialLog:
@@ -229,18 +256,14 @@ def largest(sizes: Sequence[int], limit: int, measure: Measure, first: int, per_
             half = bisect.bisect_right(sizes, sizes[index] // 2) - 1
             index = (low + high) // 2 if low >= 0 else half
         else:
-            index = bisect.bisect_right(sizes, _rows_at(limit, points, per_row)) - 1
+            # The rows that are expected to take `limit`: by the last two points, or by one and the bytes of a row.
+            rows, slope = sizes[index], per_row or used / sizes[index]
+            if len(points) > 1:
+                slope = (used - points[-2][1]) / (rows - points[-2][0])
+            rows = rows + (limit - used) / slope if slope > 0 else float("inf")
+            index = bisect.bisect_right(sizes, rows) - 1
             # The next size isn't expected to fit.
             if index <= low and len(points) > 1:
                 break
         index = min(max(index, low + 1), high - 1)
     return sizes[low] if low >= 0 else None
-
-
-def _rows_at(limit: int, points: Sequence[tuple[int, int]], per_row: float | None) -> float:
-    """The rows whose expected cost is `limit`, by the last two points, or by one point and the bytes of a row."""
-    rows, used = points[-1]
-    slope = per_row or used / rows
-    if len(points) > 1:
-        slope = (used - points[-2][1]) / (rows - points[-2][0])
-    return rows + (limit - used) / slope if slope > 0 else float("inf")

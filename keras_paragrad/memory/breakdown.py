@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import keras
@@ -63,13 +63,9 @@ class MemoryBreakdown:
 def breakdowns_of(
     model: keras.Model, step: TracedStep, replicas: int, *, least: int = MIN_SHARD_BYTES
 ) -> list[MemoryBreakdown]:
-    """The memory of a device for each value of `shard`.
+    """The memory of a device for each value of `shard`; `step` has the rows of one device.
 
-    Args:
-        model: The model.
-        step: Its traced step, with the rows of one device.
-        replicas: Number of devices.
-        least: The size of a variable, in bytes, from which it is sharded.
+    Variables are sharded from `least` bytes on.
     """
     peaks = _peaks(step)
     return [_breakdown(model, step, peaks, shard, replicas, least) for shard in SHARDS]
@@ -107,10 +103,7 @@ def _breakdown(
     update = peaks.update // state_sharding.shards
     return MemoryBreakdown(
         shard,
-        gathered=max(
-            (_gathered_bytes(*group, weight_sharding) for group in _layers_with_gathered_weights(model, step)),
-            default=0,
-        ),
+        gathered=_gathered_bytes(model, step, weight_sharding),
         gradients=max(gradients),
         activations=max(peaks.activations),
         update=update,
@@ -160,17 +153,14 @@ def _gradients_and_peak(step: TracedStep, peaks: Peaks, weight_sharding: Shardin
     return [*history, held], peak
 
 
-def _layers_with_gathered_weights(
-    model: keras.Model, step: TracedStep
-) -> Iterable[tuple[keras.layers.Layer, list[keras.Variable]]]:
-    """Yields layers with the variables that steps gather for them; embedding tables are looked up instead."""
+def _gathered_bytes(model: keras.Model, step: TracedStep, weight_sharding: Sharding) -> int:
+    """The bytes of the layer whose gathered weights take the most; embedding tables are looked up instead."""
     tables = {id(gradient.variable) for gradient in step.gradients if gradient.of_rows}
+    most = 0
     for layer in (model, *all_layers(model)):
         inner = {id(variable) for child in children(layer) for variable in child.trainable_variables}
-        yield layer, [weight for weight in layer.trainable_variables if id(weight) not in inner | tables]
-
-
-def _gathered_bytes(layer: keras.layers.Layer, variables: list[keras.Variable], weight_sharding: Sharding) -> int:
-    # Gathered in the dtype that the layer computes in.
-    size = tf.as_dtype(layer.compute_dtype).size
-    return sum(math.prod(variable.shape) * size for variable in variables if weight_sharding.divides(variable))
+        own = [weight for weight in layer.trainable_variables if id(weight) not in inner | tables]
+        # Gathered in the dtype that the layer computes in.
+        entries = sum(math.prod(weight.shape) for weight in own if weight_sharding.divides(weight))
+        most = max(most, entries * tf.as_dtype(layer.compute_dtype).size)
+    return most

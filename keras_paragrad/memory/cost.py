@@ -39,18 +39,6 @@ class Cost(NamedTuple):
         return Cost(*(mine + times * others for mine, others in zip(self, other, strict=True)))
 
 
-class StepCost(NamedTuple):
-    """The costs of a step.
-
-    Attributes:
-        gradient: Of the forward and backward pass.
-        update: Of the optimizer's update.
-    """
-
-    gradient: Cost
-    update: Cost
-
-
 class Speed(NamedTuple):
     """What a device computes: FLOPs a second, bytes written a second, and seconds that any operation takes."""
 
@@ -63,11 +51,14 @@ class Speed(NamedTuple):
         return cost.flops / self.flops + cost.bytes / self.bytes + cost.operations * self.operation
 
 
-def cost_of(step: TracedStep) -> StepCost:
-    """The cost of a step. Loops count as often as they run, where that is known; conditions by their larger branch."""
+def cost_of(step: TracedStep) -> tuple[Cost, Cost]:
+    """The costs of a step's forward and backward pass, and of its update.
+
+    Loops count as often as they run, where that is known; conditions by their larger branch.
+    """
     values: dict[int, int | bool | None] = {}
     gradient = _cost(step.block, values, slice(0, step.updates_from))
-    return StepCost(gradient, _cost(step.block, values, slice(step.updates_from, None)))
+    return gradient, _cost(step.block, values, slice(step.updates_from, None))
 
 
 def bytes_of_results(graph: tf.Graph) -> float:
@@ -91,10 +82,8 @@ def _cost(block: Block, values: dict[int, int | bool | None], part: slice) -> Co
         if operation.blocks:
             # Of several blocks, branches, the first input chooses one.
             arguments = inputs if len(operation.blocks) == 1 else inputs[1:]
-            costs = [
-                _cost(called, dict(zip(called.inputs, arguments, strict=False)), slice(None))
-                for called in operation.blocks
-            ]
+            known = [dict(zip(called.inputs, arguments, strict=False)) for called in operation.blocks]
+            costs = [_cost(*pair, slice(None)) for pair in zip(operation.blocks, known, strict=True)]
             total = total.plus(max(costs, key=lambda cost: (cost.flops, cost.bytes)))
             continue
         if operation.outputs:

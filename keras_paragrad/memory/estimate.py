@@ -15,7 +15,7 @@ from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.memory.available import STEP_SHARE
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
-from keras_paragrad.memory.traced_step import traced_step
+from keras_paragrad.memory.traced_step import traced_steps
 from keras_paragrad.plain_text import Printable, bytes_in_words, counted
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
@@ -172,7 +172,7 @@ def estimate_memory(
     if optimizer is None and (not model.compiled or model.optimizer is None):
         raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
     rows = -(-batch_size // replicas)
-    step = traced_step(model, rows, length, optimizer, batch_spec)
+    (step,) = traced_steps(model, [rows], batch_spec, length=length, optimizer=optimizer)
     columns = breakdowns_of(model, step, replicas, least=min_shard_bytes)
     left_out = _WORKSPACE if step.block.has_convolution else ""
     return Estimate(model.name, batch_size, replicas, rows, columns, device_bytes, left_out)

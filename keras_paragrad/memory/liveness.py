@@ -72,9 +72,6 @@ class _Value(NamedTuple):
     known: int | bool | None = None
     gathered: int = 0
 
-    def without_gather(self) -> "_Value":
-        return _Value(self.buffer, self.known)
-
 
 def step_peaks(
     block: Block, gradients: Sequence[int], updates_from: int, gathered: Mapping[int | None, int] | None = None
@@ -123,7 +120,7 @@ class _Execution:
         self._peaks.append(self._peak)
         self._peak = self._live
         # The update works on shards, and gathers no weights.
-        values = {number: value.without_gather() for number, value in values.items()}
+        values = {number: _Value(value.buffer, value.known) for number, value in values.items()}
         for operation in block.operations[updates_from:]:
             self._execute(block, operation, values)
         return Peaks(self._peaks, self._arrived, self._peak if updates_from < len(block.operations) else 0)
@@ -161,7 +158,7 @@ class _Execution:
         if operation.kind not in _WITHOUT_GATHER:
             gathered = sum(values[number].gathered for number in {*operation.inputs})
             # Weights are gathered before a loop or branch, not in it.
-            inputs = [value.without_gather() for value in inputs]
+            inputs = [_Value(value.buffer, value.known) for value in inputs]
         self._live += gathered
         self._peak = max(self._peak, self._live)
         self._before, live = self._peak, self._live
@@ -219,7 +216,8 @@ class _Execution:
             return [_Value(self._linked(inputs[0].buffer, inputs[1 if kind == "TensorListPushBack" else 2].buffer))]
         if kind not in ("TensorListPopBack", "TensorListGetItem"):
             return None
-        before, added = _links(inputs[0].buffer)
+        # The buffers of the previous list and of the added tensor, if they are known.
+        before, added = inputs[0].buffer.parts if inputs[0].buffer and inputs[0].buffer.parts else (None, None)
         item = _Value(self._keep(added))
         return [item] if kind == "TensorListGetItem" else [_Value(self._keep(before)), item]
 
@@ -284,11 +282,6 @@ class _Execution:
             if dropped.owners == 0:
                 self._live -= 0 if dropped.is_gradient else dropped.size
                 pending += dropped.parts
-
-
-def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:
-    """The buffers of the previous list and of the added tensor that a list links, if they are known."""
-    return (buffer.parts[0], buffer.parts[1]) if buffer is not None and len(buffer.parts) == 2 else (None, None)
 
 
 def known_value(operation: TracedOperation, values: Sequence[int | bool | None]) -> int | bool | None:

@@ -1,9 +1,8 @@
 """Measures the bytes that each part of a model stores for the backward pass, and its FLOPs, on a traced step."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -14,8 +13,6 @@ from keras_paragrad.engine.step.segments import FunctionalModel, Part, RunPart, 
 from keras_paragrad.engine.tracing.effects import check_repeatable
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.flops import flops_of_operation
-
-Result = TypeVar("Result")
 
 # Examples in the traced batch; layers may squeeze an axis of size 1.
 _EXAMPLES = 2
@@ -59,13 +56,7 @@ class ModelCost(NamedTuple):
 
 
 def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequence[Part]) -> ModelCost:
-    """Measures the parts of a model by tracing a forward and backward pass.
-
-    Args:
-        model: A built model with symbolic inputs.
-        functional: The Functional model that is cut: `model`, or one in it.
-        parts: Its parts.
-    """
+    """Measures the parts of `functional`, which is `model` or one in it, by tracing a forward and backward pass."""
     # Of each part, in the graph: the indices of its first operation and after its last, and its outputs' names.
     ranges: list[tuple[int, int, set[str]]] = []
 
@@ -80,14 +71,18 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
 
         return recorded
 
-    def traced(length: int) -> tuple[list[tf.Operation], int]:
-        # An attempt with another length may have failed.
-        ranges.clear()
-        return _traced(model, length)
-
+    length, operations, forward = 0, list[tf.Operation](), 0
     undo = run_in_parts(functional, [(part, record) for part in parts])
     try:
-        length, (operations, forward) = _with_accepted_length(traced)
+        # The first sequence length that the model accepts.
+        for length in _LENGTHS:
+            ranges.clear()
+            try:
+                operations, forward = _traced(model, length)
+                break
+            except Exception:
+                if length == _LENGTHS[-1]:
+                    raise
     finally:
         undo()
     used = _used_backward(operations, forward)
@@ -97,24 +92,17 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
         sizes = [(tensor.name in names, _bytes(tensor) / _EXAMPLES) for index, tensor in used if start <= index < end]
         stored = sum(size for is_output, size in sizes if not is_output)
         output_bytes = sum(size for is_output, size in sizes if is_output)
-        costs.append(
-            PartCost(stored, output_bytes, sum(work[start:end]), _repeatable(part.name, operations[start:end]))
-        )
-    input_bytes = [sum(_bytes_per_example(tensor, length) for tensor in part.floats) for part in parts]
+        try:
+            check_repeatable(part.name, operations[start:end])
+            repeatable = True
+        except ValueError:
+            repeatable = False
+        costs.append(PartCost(stored, output_bytes, sum(work[start:end]), repeatable))
+    input_bytes: list[float] = [
+        sum(math.prod(_filled_shape(each.shape, length)[1:]) * tf.as_dtype(each.dtype).size for each in part.floats)
+        for part in parts
+    ]
     return ModelCost(costs, input_bytes, sum(work))
-
-
-def _with_accepted_length(trace: Callable[[int], Result]) -> tuple[int, Result]:
-    """Traces with the first sequence length that the model accepts."""
-    *others, last = _LENGTHS
-    for length in others:
-        with contextlib.suppress(Exception):
-            return length, trace(length)
-    return last, trace(last)
-
-
-def _bytes_per_example(tensor: keras.KerasTensor, length: int) -> float:
-    return math.prod(_filled_shape(tensor.shape, length)[1:]) * tf.as_dtype(tensor.dtype).size
 
 
 def _filled_shape(shape: Sequence[int | None], length: int) -> list[int]:
@@ -175,11 +163,3 @@ def _work(operation: tf.Operation) -> float:
     if operation.type in SAME_BUFFER | _NOT_COMPUTED:
         return 0
     return (flops_of_operation(operation) or 0) + _PER_BYTE * sum(map(_bytes, operation.outputs))
-
-
-def _repeatable(name: str, operations: Iterable[tf.Operation]) -> bool:
-    try:
-        check_repeatable(name, operations)
-    except ValueError:
-        return False
-    return True

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,7 +23,7 @@ from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.flops import flops_of_operation
 from keras_paragrad.memory.available import STEP_SHARE
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
-from keras_paragrad.memory.cost import Cost, Speed, cost_of, measure_speed
+from keras_paragrad.memory.cost import Cost, cost_of, measure_speed
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.memory.recomputed_segments import Cut, cut_for_least_memory
 from keras_paragrad.memory.traced_step import traced_steps
@@ -189,18 +189,30 @@ def plan_memory(
     plan = MemoryPlan(model.name, batch_size, replicas, device_bytes, recomputed={None: []})
     rows = -(-batch_size // replicas)
 
-    def estimator_of(slices: list[int]) -> _Estimator:
-        sizes = [-(-rows // count) for count in slices]
-        return _Estimator(model, replicas, shards, min_shard_bytes, batch_spec, slices, sizes)
+    def estimated(form: str | None, counts: Sequence[int]) -> tuple[list[Candidate], Specs]:
+        """The ways with these numbers of slices and a form of recomputation, which is in effect; a batch's spec."""
+        sizes = [-(-rows // slices) for slices in counts]
+        steps = traced_steps(model, sizes, batch_spec, flops_of_operation)
+        batch_bytes, candidates = sum(steps[0].block.input_sizes), list[Candidate]()
+        for slices, size, step in zip(counts, sizes, steps, strict=True):
+            costs = cost_of(step)
+            for column in breakdowns_of(model, step, replicas, least=min_shard_bytes):
+                if column.shard in shards:
+                    # With several slices, the sums of their gradients live, and the batch that they are cut from.
+                    held = column.parameters + batch_bytes if slices > 1 else 0
+                    seconds = _seconds(model, costs, column, slices, replicas)
+                    choice = Choice(form, slices, column.shard)
+                    candidates.append(Candidate(choice, size, Measured(column.total + held, seconds)))
+        return sorted(candidates, key=lambda candidate: candidate.estimated.seconds), steps[0].batch
 
-    estimator = estimator_of([1] if no_slices else [2**power for power in range(rows.bit_length())])
+    counts = [1] if no_slices else [2**power for power in range(rows.bit_length())]
     try:
-        plan.candidates, spec = estimator.candidates(None)
+        plan.candidates, spec = estimated(None, counts)
     except ValueError:
         # Batches of other sizes were traced, for slices.
-        no_slices, estimator = no_slices or f"it trains on batches of {rows} rows alone", estimator_of([1])
+        no_slices, counts = no_slices or f"it trains on batches of {rows} rows alone", [1]
         try:
-            plan.candidates, spec = estimator.candidates(None)
+            plan.candidates, spec = estimated(None, counts)
         except ValueError as error:
             raise ValueError(f"{error} fit_memory=True goes by that step: leave it out.") from error
     as_it_is = Choice(shard=shards[0])
@@ -212,7 +224,7 @@ def plan_memory(
     for form, cut in _recomputations(model, plan):
         end = recompute_parts(model, cut.functional, cut.segments)
         try:
-            plan.candidates += estimator.candidates(form)[0]
+            plan.candidates += estimated(form, counts)[0]
         finally:
             end()
     # A model that fits as it is stays so, even where shards or slices are faster.
@@ -243,63 +255,29 @@ def _recomputations(model: keras.Model, plan: MemoryPlan) -> Iterator[tuple[str,
         plan.left_out.append("No recomputation: no part of the model can be recomputed, or frees memory.")
 
 
-class _Estimator(NamedTuple):
-    """Estimates ways to train, with each number of `slices`, whose rows are in `sizes`, and each value of `shards`."""
-
-    model: keras.Model
-    replicas: int
-    shards: Sequence[str | None]
-    min_shard_bytes: int
-    batch_spec: Specs
-    slices: Sequence[int]
-    sizes: Sequence[int]
-
-    def candidates(self, form: str | None) -> tuple[list[Candidate], Specs]:
-        """The ways to train with a form of recomputation, which is in effect; and the spec of a batch."""
-        steps = traced_steps(self.model, self.sizes, self.batch_spec, flops_of_operation)
-        batch_bytes = sum(steps[0].block.input_sizes)
-        speed = measure_speed()
-        candidates = []
-        for slices, rows, step in zip(self.slices, self.sizes, steps, strict=True):
-            gradient, update = cost_of(step)
-            for column in breakdowns_of(self.model, step, self.replicas, least=self.min_shard_bytes):
-                if column.shard in self.shards:
-                    # With several slices, the sums of their gradients live, and the batch that they are cut from.
-                    held = column.parameters + batch_bytes if slices > 1 else 0
-                    seconds = self._seconds(gradient, update, column, slices, speed)
-                    estimated = Measured(column.total + held, seconds)
-                    candidates.append(Candidate(Choice(form, slices, column.shard), rows, estimated))
-        return sorted(candidates, key=lambda candidate: candidate.estimated.seconds), steps[0].batch
-
-    def _seconds(self, gradient: Cost, update: Cost, column: MemoryBreakdown, slices: int, speed: Speed) -> float:
-        """The time of a step: of its slices, of adding up their gradients, of collectives, and of the update."""
-        weights = column.parameters
-        total = slices * speed.seconds(gradient)
-        if slices > 1:
-            # Reads the sum and the gradient, and writes the sum.
-            total += slices * speed.seconds(Cost(bytes=3 * weights, operations=len(self.model.trainable_variables)))
-        if self.replicas > 1:
-            sharded = 1 / self.replicas if column.shard else 1.0
-            unsharded = sum(variable_bytes(variable) for variable in self.model.trainable_variables)
-            # How often bytes of all weights are moved: for all-reduced gradients, or for reduced ones and gathered
-            # weights, after the update or in both passes of each slice.
-            moved = {None: 2, "optimizer": 3, "parameters": 1 + 2 * slices}[column.shard]
-            total += speed.seconds(Cost(bytes=moved * unsharded)) + sharded * speed.seconds(update)
-        else:
-            total += speed.seconds(update)
-        return total
+def _seconds(
+    model: keras.Model, costs: tuple[Cost, Cost], column: MemoryBreakdown, slices: int, replicas: int
+) -> float:
+    """The time of a step: of its slices, of adding up their gradients, of collectives, and of the update."""
+    speed, (gradient, update) = measure_speed(), costs
+    total = slices * speed.seconds(gradient)
+    if slices > 1:
+        # Reads the sum and the gradient, and writes the sum.
+        total += slices * speed.seconds(Cost(bytes=3 * column.parameters, operations=len(model.trainable_variables)))
+    if replicas == 1:
+        return total + speed.seconds(update)
+    unsharded = sum(variable_bytes(variable) for variable in model.trainable_variables)
+    # How often bytes of all weights are moved: for all-reduced gradients, or for reduced ones and gathered weights,
+    # after the update or in both passes of each slice.
+    moved = {None: 2, "optimizer": 3, "parameters": 1 + 2 * slices}[column.shard]
+    sharded = 1 / replicas if column.shard else 1.0
+    return total + speed.seconds(Cost(bytes=moved * unsharded)) + sharded * speed.seconds(update)
 
 
 def choose(plan: MemoryPlan, begin: Callable[[], Try] | None, log: Callable[[str], None]) -> None:
-    """Sets the plan's `chosen` candidate to the first that fits.
+    """Sets the plan's `chosen` candidate to the first that fits, or raises a `ValueError`.
 
-    Args:
-        plan: The plan.
-        begin: Makes the trial; without it, or where the model can't be tried, the estimate decides.
-        log: Gets a line for each trial.
-
-    Raises:
-        ValueError: Nothing fits. The message says what to write.
+    `begin` makes the trial; without it, or where the model can't be tried, the estimate decides.
     """
     left_out, plan.chosen = list(plan.left_out), None
     if begin:

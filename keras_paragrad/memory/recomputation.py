@@ -114,15 +114,7 @@ _EXAMPLE = '["block_0", "block_1"]'
 def select_layers(
     model: keras.Model, layers: str | Sequence[str | int | keras.layers.Layer]
 ) -> list[keras.layers.Layer]:
-    """The layers to recompute.
-
-    Args:
-        model: The model.
-        layers: The layers or their names.
-
-    Raises:
-        ValueError: One is not in the model, contains another, or can't be recomputed.
-    """
+    """The layers to recompute; refuses one that is not in the model, contains another, or can't be recomputed."""
 
     def check(name: str, value: object) -> keras.layers.Layer:
         if isinstance(value, keras.layers.Layer):

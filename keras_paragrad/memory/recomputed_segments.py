@@ -46,10 +46,6 @@ class Span(NamedTuple):
     last: int
     recomputed: bool
 
-    def without_recomputation(self) -> "Span":
-        """The same span, not recomputed."""
-        return Span(self.first, self.last, False)
-
 
 def equal_segments(count: int, parts: int) -> list[Span]:
     """Segments of `count` parts; all but the last are recomputed, as its backward pass comes first."""
@@ -71,19 +67,17 @@ def best_segments(model_cost: ModelCost, worth: float = _WORTH) -> list[Span]:
     segments = []
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
         # A recomputed segment stores all of its inputs, another one only those that the backward pass uses.
-        freed = _stored_bytes(costs[first:last]) - (model_cost.input_bytes[first] - _stored_input_bytes(costs, first))
+        freed = _stored_bytes(costs[first:last]) - model_cost.input_bytes[first]
+        freed += costs[first - 1].output_bytes if first else 0.0
         work = sum(cost.work for cost in costs[first:last])
         recomputed = freed * total_work > worth * work * total_bytes
         repeatable = all(cost.repeatable for cost in costs[first:last])
         segments.append(Span(first, last, recomputed and repeatable))
-    return _keep_last_segments(model_cost, segments)
-
-
-def _keep_last_segments(model_cost: ModelCost, segments: list[Span]) -> list[Span]:
-    """Stops recomputing the last segments if that doesn't raise the peak: they are freed before others run again."""
+    # The last segments are freed before others run again: they stay, if that doesn't raise the peak.
     peak = peak_bytes(model_cost, segments)
     for index in reversed(range(len(segments))):
-        fewer = [*segments[:index], segments[index].without_recomputation(), *segments[index + 1 :]]
+        first, last, _ = segments[index]
+        fewer = [*segments[:index], Span(first, last, False), *segments[index + 1 :]]
         if peak_bytes(model_cost, fewer) > _SAME * peak:
             break
         segments = fewer
@@ -99,18 +93,13 @@ def peak_bytes(model_cost: ModelCost, segments: Sequence[Span]) -> float:
             held += model_cost.input_bytes[first]
             peak = max(peak, held + inside)
         else:
-            held += _stored_input_bytes(model_cost.parts, first) + inside
+            held += (model_cost.parts[first - 1].output_bytes if first else 0.0) + inside
     return max(held, peak)
 
 
 def _stored_bytes(costs: Sequence[PartCost]) -> float:
     """Bytes that a segment stores, without its inputs and outputs."""
     return sum(cost.stored_bytes for cost in costs) + sum(cost.output_bytes for cost in costs[:-1])
-
-
-def _stored_input_bytes(costs: Sequence[PartCost], first: int) -> float:
-    """Bytes of a segment's inputs that are stored if it is not recomputed."""
-    return costs[first - 1].output_bytes if first else 0.0
 
 
 def _best_cuts(model_cost: ModelCost) -> list[int]:
@@ -121,9 +110,8 @@ def _best_cuts(model_cost: ModelCost) -> list[int]:
     """
     total, least = _stored_bytes(model_cost.parts), max(cost.stored_bytes for cost in model_cost.parts)
     sizes = [least + (total - least) * (step / _TRIED) ** 2 for step in range(_TRIED + 1)]
-    cuts = [_cuts_of_size(size, model_cost) for size in sizes]
-    input_bytes = [sum(model_cost.input_bytes[first] for first in firsts) for *firsts, _ in cuts]
-    return min(zip(sizes, input_bytes, cuts, strict=True), key=lambda candidate: candidate[0] + candidate[1])[2]
+    cuts = {size: _cuts_of_size(size, model_cost) for size in sizes}
+    return cuts[min(cuts, key=lambda size: size + sum(model_cost.input_bytes[first] for first in cuts[size][:-1]))]
 
 
 def _cuts_of_size(size: float, model_cost: ModelCost) -> list[int]:
@@ -133,9 +121,8 @@ def _cuts_of_size(size: float, model_cost: ModelCost) -> list[int]:
     for last in range(1, len(model_cost.parts) + 1):
         held, options = 0.0, []
         for first in range(last - 1, -1, -1):
-            held += model_cost.parts[first].stored_bytes + (
-                model_cost.parts[first].output_bytes if first < last - 1 else 0
-            )
+            part = model_cost.parts[first]
+            held += part.stored_bytes + (part.output_bytes if first < last - 1 else 0)
             if held > size * (1 + 1e-9) and options:
                 break
             options.append((best[first][0] + model_cost.input_bytes[first], first))
@@ -173,7 +160,8 @@ def cut_every(model: keras.Model, every: int) -> Cut:
             f"`every` is {every}, and {model.name!r} can be cut into {len(parts)} parts between which a single tensor "
             f"goes on: it must be less. Write every={max(1, len(parts) // 4)}."
         )
-    return _make_cut(functional, parts, equal_segments(every, len(parts)), None)
+    segments = equal_segments(every, len(parts))
+    return Cut(functional, [(join_parts(functional, parts[a:b]), again) for a, b, again in segments], None)
 
 
 def cut_for_least_memory(model: keras.Model, *, where_it_pays: bool = True) -> Cut:
@@ -188,29 +176,21 @@ def cut_for_least_memory(model: keras.Model, *, where_it_pays: bool = True) -> C
     segments = best_segments(costs, _WORTH if where_it_pays else 0.0)
     before = peak_bytes(costs, [Span(0, len(parts), False)])
     after = peak_bytes(costs, segments)
-    chosen = [segment for segment in segments if segment.recomputed]
-    if not chosen or after > _WORTHWHILE * before:
-        segments = [segment.without_recomputation() for segment in segments]
+    joined = [(join_parts(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
+    names = [part.name for part, recomputed in joined if recomputed]
+    if not names or after > _WORTHWHILE * before:
         expects = (
             f"recompute: nothing in {model.name!r} runs again. Its parts keep about {bytes_in_words(before)} for an "
             "example, and recomputing them would free little of it."
         )
-        return _make_cut(functional, parts, segments, expects)
-    added_work = sum(sum(cost.work for cost in costs.parts[first:last]) for first, last, _ in chosen) / costs.work
-    names = [join_parts(functional, parts[first:last]).name for first, last, _ in chosen]
+        return Cut(functional, [(part, False) for part, _ in joined], expects)
+    again = [cost.work for first, last, recomputed in segments if recomputed for cost in costs.parts[first:last]]
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
     expects = (
-        f"recompute: {len(chosen)} of {len(segments)} segments of {model.name!r} run again: {listed}. Kept for the "
+        f"recompute: {len(names)} of {len(segments)} segments of {model.name!r} run again: {listed}. Kept for the "
         f"backward pass, for an example: about {bytes_in_words(after)} instead of {bytes_in_words(before)}. Time of a "
-        f"step: about {added_work:+.0%}."
+        f"step: about {sum(again) / costs.work:+.0%}."
     )
-    return _make_cut(functional, parts, segments, expects)
-
-
-def _make_cut(
-    functional: FunctionalModel | None, parts: Sequence[Part], segments: Sequence[Span], expects: str | None
-) -> Cut:
-    joined = [(join_parts(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
     return Cut(functional, joined, expects)
 
 

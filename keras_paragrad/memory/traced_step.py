@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_variables, words_of
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import Functional
-from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
+from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Structure
 from keras_paragrad.compat.variables import copy_built_optimizer, without_memory, without_values
 from keras_paragrad.engine.step.interception import PlainApply, intercept_apply
 from keras_paragrad.engine.tracing.gradient_functions import releasing
@@ -65,42 +65,31 @@ class _Call(NamedTuple):
     pairs: list[tuple[GradientTensor, keras.Variable]]
 
 
-def traced_step(
-    model: keras.Model,
-    rows: int,
-    length: int | None = None,
-    optimizer: keras.optimizers.Optimizer | None = None,
-    batch: Specs = None,
-) -> TracedStep:
-    """Traces a model's `train_step` on one device, with the slices of `microbatch` and without compiled metrics.
-
-    Runs in a separate thread, where no strategy is active. The model is not changed. `length` is the size of the
-    inputs' axes of unknown size; the optimizer and the `tf.TypeSpec` of a batch are the model's, unless they are given.
-
-    Raises:
-        ValueError: The inputs or targets can't be derived, or an optimizer can't be copied. The message says what
-            to write.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_traced, model, rows, length, optimizer, batch, [Resized(rows)]).result()[0]
-
-
 def traced_steps(
     model: keras.Model,
     sizes: Sequence[int],
     batch: Specs = None,
     count_flops: Callable[[tf.Operation], int | None] | None = None,
+    *,
+    length: int | None = None,
+    optimizer: keras.optimizers.Optimizer | None = None,
 ) -> list[TracedStep]:
-    """A model's `train_step` for batches of several sizes, from one trace; see `traced_step`.
+    """A model's `train_step` on one device for batches of several sizes, from one trace.
+
+    Traces it with the slices of `microbatch` and without compiled metrics, in a separate thread, where no strategy is
+    active. The model is not changed.
 
     Args:
         model: A compiled and built model.
         sizes: Rows of the batches.
         batch: The `tf.TypeSpec` of a batch, by default derived from the model.
         count_flops: Counts the floating-point operations of an operation.
+        length: The size of the inputs' axes of unknown size.
+        optimizer: The optimizer, if not the model's.
 
     Raises:
-        ValueError: It can't be traced for batches of any size.
+        ValueError: The inputs or targets can't be derived, an optimizer can't be copied, or batches of any size can't
+            be traced. The message says what to write.
     """
     shapes = [variable.shape for variable in all_variables(model)]
     shapes += [leaf.shape[1:] for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.TensorSpec)]
@@ -110,46 +99,42 @@ def traced_steps(
     traced = sizes[0] if len(set(sizes)) == 1 else next(primes)
     resized = [Resized(rows, traced, count_flops) for rows in sizes]
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_traced, model, traced, None, None, batch, resized).result()
+        return thread.submit(_traced, model, traced, resized, batch, length, optimizer).result()
 
 
 def _traced(
     model: keras.Model,
     rows: int,
+    sizes: Sequence[Resized],
+    data: Specs,
     length: int | None,
     optimizer: keras.optimizers.Optimizer | None,
-    data: Specs,
-    sizes: Sequence[Resized],
 ) -> list[TracedStep]:
     """Traces the step for the first batch that its loss accepts, and reads it for batches of some sizes."""
     with untouched(model, without_values(all_variables(model))):
         problems: list[Exception] = []
         for batch in candidate_batches(model, rows, length) if data is None else [with_batch_size(data, rows, length)]:
+            calls: list[_Call] = []
             # A loss may raise any error for targets that don't suit it.
             try:
-                graph, optimizers, calls = _graph_of(model, batch, optimizer)
+                with untouched(model, without_memory()):
+                    model.__dict__["_compile_metrics"] = None
+                    optimizers = _replaced_optimizers(model, optimizer)
+                    for copied in optimizers:
+                        _record(copied, calls)
+                    builder = STEP_BUILDER.of(model)
+                    sliced = isinstance(builder, StepBuilder) and builder.stages.split
+                    step = releasing(builder.one_step if sliced else model.train_step)
+                    graph = tf.function(step, autograph=False).get_concrete_function(batch).graph
             except Exception as error:
                 problems.append(error)
-            else:
-                return [_traced_step_of(graph, size, optimizers, calls, batch) for size in sizes]
+                continue
+            # A step that creates variables is traced twice.
+            calls = [call for call in calls if call.graph is graph]
+            return [_traced_step_of(graph, size, optimizers, calls, batch) for size in sizes]
         raise ValueError(
             f"The training step of {model.name!r} can't be traced without its data: {words_of(problems[0])}"
         ) from problems[0]
-
-
-def _graph_of(
-    model: keras.Model, batch: Specs, optimizer: keras.optimizers.Optimizer | None
-) -> tuple[tf.Graph, list[keras.optimizers.Optimizer], list[_Call]]:
-    """The graph of a step, the optimizers, and the calls of their `apply`."""
-    with untouched(model, without_memory()):
-        model.__dict__["_compile_metrics"] = None
-        optimizers = _replaced_optimizers(model, optimizer)
-        calls: list[_Call] = []
-        for copied in optimizers:
-            _record(copied, calls)
-        graph = tf.function(releasing(_step_of(model)), autograph=False).get_concrete_function(batch).graph
-    # A step that creates variables is traced twice.
-    return graph, optimizers, [call for call in calls if call.graph is graph]
 
 
 def _traced_step_of(
@@ -173,12 +158,6 @@ def _traced_step_of(
     # Of several optimizers, the last one updates when all gradients are computed.
     last = max((call.position for call in calls), default=-1)
     return TracedStep(block, gradients, positions[last], optimizers, batch)
-
-
-def _step_of(model: keras.Model) -> Step:
-    """The step to trace: in slices, if `microbatch` divides batches, or the model's own."""
-    builder = STEP_BUILDER.of(model)
-    return builder.one_step if isinstance(builder, StepBuilder) and builder.stages.split else model.train_step
 
 
 def _replaced_optimizers(
@@ -214,10 +193,34 @@ def _record(optimizer: keras.optimizers.Optimizer, calls: list[_Call]) -> None:
 
 def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iterator[tuple[Specs, ...]]:
     """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; open axes get `length`."""
-    x = _inputs(model, rows, length)
+    functional = getattr(model, "_functional", None) or model
+    if isinstance(functional, Functional):
+        inputs: Structure = functional.input
+    else:
+        shapes = model.built and (model.get_build_config() or {}).get("input_shape")
+        if not shapes:
+            raise ValueError(
+                f"{model.name!r} doesn't say what its inputs are. Build it first: model.build(shape), or call it on a "
+                "batch. Or build it from keras.Input."
+            )
+        inputs = keras.tree.map_shape_structure(lambda shape: keras.KerasTensor((None, *shape[1:])), shapes)
+    x = with_batch_size(
+        keras.tree.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype, tensor.name), inputs),
+        rows,
+        length,
+    )
+    symbolic = keras.tree.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, keras.backend.standardize_dtype(spec.dtype)), x
+    )
     with untouched(model, never_run()):
-        outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
-    dense = keras.tree.map_structure(_dense_target, outputs)
+        outputs = model.compute_output_spec(symbolic)
+
+    def dense_target(output: keras.KerasTensor) -> tf.TensorSpec:
+        # Targets are not in half precision.
+        half = output.dtype in ("float16", "bfloat16")
+        return tf.TensorSpec(output.shape, "float32" if half else output.dtype)
+
+    dense = keras.tree.map_structure(dense_target, outputs)
     labels = keras.tree.map_structure(lambda target: tf.TensorSpec(target.shape[:-1] or target.shape, "int32"), dense)
     yield x, _targets_by_loss(model.loss, dense, labels)
     yield x, dense
@@ -232,67 +235,25 @@ def with_batch_size(spec: Specs, rows: int, length: int | None) -> Specs:
         shape = leaf.shape.as_list() if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank else [None, None]
         if None in shape[1:] and length is None:
             raise ValueError(
-                f"Memory depends on dimensions whose size the data doesn't specify: {leaf}. Call dist.estimate(model, "
-                "batch_size, length=128), and choose shard=None, 'optimizer' or 'parameters' by it."
+                f"Memory depends on sizes that {leaf} leaves open. Say what they are: dist.estimate(model, batch_size, "
+                "length=128), or --length 128; and choose shard=None, 'optimizer' or 'parameters' by it."
             )
         return tf.TensorSpec((rows, *(length if size is None else size for size in shape[1:])), leaf.dtype)
 
     return tf.nest.map_structure(resize, spec)
 
 
-def _inputs(model: keras.Model, rows: int, length: int | None) -> Specs:
-    """The specs of the inputs."""
-    structure = _structure(model)
-    if structure is None:
-        raise ValueError(
-            f"{model.name!r} doesn't say what its inputs are. Build it first: model.build(shape), or call it on a "
-            "batch. Or build it from keras.Input."
-        )
-
-    def spec_of(tensor: keras.KerasTensor):
-        shape = tuple(tensor.shape)[1:]
-        if None in shape and length is None:
-            raise ValueError(
-                f"The input {tensor.name!r} of {model.name!r} has dimensions of unknown size: {tuple(tensor.shape)}. "
-                "Specify them: estimate(model, batch_size, length=128), or --length 128."
-            )
-        return tf.TensorSpec((rows, *(length if size is None else size for size in shape)), tensor.dtype)
-
-    return keras.tree.map_structure(spec_of, structure)
-
-
-def _structure(model: keras.Model) -> Structure:
-    """A model's inputs as nested `KerasTensor`s."""
-    functional = getattr(model, "_functional", None) or model
-    if isinstance(functional, Functional):
-        return functional.input
-    config = model.get_build_config() if model.built else None
-    if not config or config.get("input_shape") is None:
-        return None
-    return keras.tree.map_shape_structure(lambda shape: keras.KerasTensor((None, *shape[1:])), config["input_shape"])
-
-
-def _symbolic(spec: tf.TensorSpec) -> keras.KerasTensor:
-    return keras.KerasTensor(spec.shape, keras.backend.standardize_dtype(spec.dtype))
-
-
-def _dense_target(output: keras.KerasTensor) -> tf.TensorSpec:
-    # Targets are not in half precision.
-    half = output.dtype in ("float16", "bfloat16")
-    return tf.TensorSpec(output.shape, "float32" if half else output.dtype)
-
-
 def _targets_by_loss(loss: object, dense: Specs, labels: Specs) -> Specs:
-    """Targets in the form that each output's loss takes."""
+    """Targets in the form that each output's loss takes: labels for what is called sparse."""
+
+    def is_sparse(loss: object) -> bool:
+        names = (loss, getattr(loss, "name", ""), getattr(loss, "__name__", ""), type(loss).__name__)
+        return any("sparse" in name.lower() for name in names if isinstance(name, str))
+
     specs = list(zip(keras.tree.flatten(dense), keras.tree.flatten(labels), strict=True))
     losses = keras.tree.flatten(loss)
     losses = losses * len(specs) if len(losses) == 1 else losses
     if len(losses) != len(specs):
         return dense
-    targets = [pair[_is_sparse(output_loss)] for output_loss, pair in zip(losses, specs, strict=True)]
+    targets = [pair[is_sparse(output_loss)] for output_loss, pair in zip(losses, specs, strict=True)]
     return keras.tree.pack_sequence_as(dense, targets)
-
-
-def _is_sparse(loss: object) -> bool:
-    names = (loss, getattr(loss, "name", ""), getattr(loss, "__name__", ""), type(loss).__name__)
-    return any("sparse" in name.lower() for name in names if isinstance(name, str))

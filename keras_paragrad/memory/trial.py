@@ -21,11 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import quote
-from keras_paragrad.compat.data import is_grain
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
@@ -218,14 +215,7 @@ def _refusing() -> Generator[None]:
 
 
 def preparations_of(model: keras.Model) -> list[PreparationCall]:
-    """The calls that prepared a model for training.
-
-    Args:
-        model: The model.
-
-    Raises:
-        CannotTryError: A call can't be repeated.
-    """
+    """The calls that prepared a model for training; raises `CannotTryError` for one that can't be repeated."""
     calls = [
         PreparationCall("keras_paragrad.memory.recomputation", "recompute", call) for call in RECOMPUTATIONS.of(model)
     ]
@@ -276,50 +266,3 @@ def _pickled(request: dict[str, Any]) -> bytes:
         )
     with _refusing():
         return pickle.dumps(request)
-
-
-class FirstRows(NamedTuple):
-    """The first rows of `x`, `y` and `sample_weight` as nested arrays.
-
-    `total` is the number of rows in the data; `None` if that isn't known.
-    """
-
-    x: Structure
-    y: Structure
-    sample_weight: Structure
-    total: int | None
-
-
-def first_rows(x: Any, y: Any, most: int) -> FirstRows:
-    """The first rows, at most `most`, of training data: of arrays, or of the first batch of a dataset.
-
-    Raises:
-        ValueError: The data is a generator, or its elements aren't dense arrays with a batch dimension.
-    """
-    whole = False
-    if isinstance(x, tf.data.Dataset) or is_grain(x):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(next(iter(x)))
-    elif isinstance(x, keras.utils.PyDataset):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(x[0])
-    elif hasattr(x, "__next__"):
-        raise ValueError("`x` is a generator, and the trial would consume its rows. Pass arrays, such as one batch's.")
-    else:
-        sample_weight = None
-        x = np.asarray(x) if isinstance(x, list) and x and isinstance(x[0], str) else x
-        whole = True
-    try:
-        count = len(keras.tree.flatten(x)[0]) if whole else None
-        x, y, sample_weight = keras.tree.map_structure(lambda leaf: _rows(leaf, most), (x, y, sample_weight))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`x` and `y` have to be arrays, or a dataset of dense batches: {error}") from error
-    return FirstRows(x, y, sample_weight, count)
-
-
-def _rows(leaf: Any, most: int) -> Any:
-    """The first rows of one of the data's arrays; refuses what is no dense array."""
-    if leaf is None:
-        return None
-    rows = np.asarray(leaf[:most])
-    if rows.dtype == object and not all(isinstance(element, (str, bytes)) for element in rows.flat):
-        raise TypeError(f"found {quote(leaf)}")
-    return rows

@@ -29,7 +29,9 @@ _OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "oom when allocating", 
 
 def main(directory: Path) -> None:
     """Answers the request in a directory: with the bytes at the peak and the seconds of a step, or a problem."""
-    _be_killed_first()
+    # Makes the kernel kill this process before others when memory runs out.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     request = pickle.loads((directory / "request.pickle").read_bytes())
     on_gpu = _set_up(request)
     # TensorFlow's runtime doesn't count as memory of the training.
@@ -38,7 +40,13 @@ def main(directory: Path) -> None:
     (directory / "base.json").write_text(json.dumps(base))
     try:
         seconds = _train(request, directory)
-        result = {"bytes": _peak(on_gpu, base, _devices(request)), "seconds": seconds}
+        # The peak on the fullest GPU, or on a logical CPU device, without what the process took before.
+        if on_gpu:
+            names = [f"GPU:{index}" for index in range(_devices(request))]
+            peak = max(tf.config.experimental.get_memory_info(name)["peak"] for name in names)
+        else:
+            peak = max(0, (resident_bytes(peak=True) or 0) - base) // _devices(request)
+        result = {"bytes": peak, "seconds": seconds}
     except Exception as error:
         words = f"{type(error).__name__}: {words_of(error)}"
         exhausted = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
@@ -50,19 +58,6 @@ def main(directory: Path) -> None:
 
 def _devices(request: dict[str, Any]) -> int:
     return request["runner"]["devices"] if request["runner"] else 1
-
-
-def _peak(on_gpu: bool, base: int, devices: int) -> int:
-    """The peak of bytes on the fullest GPU, or on a logical CPU device, without what the process took before."""
-    if on_gpu:
-        return max(tf.config.experimental.get_memory_info(f"GPU:{index}")["peak"] for index in range(devices))
-    return max(0, (resident_bytes(peak=True) or 0) - base) // devices
-
-
-def _be_killed_first() -> None:
-    """Makes the kernel kill this process before others when memory runs out."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _set_up(request: dict[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 import csv
 import datetime
-import io
 import itertools
 import json
 import logging
@@ -10,7 +9,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,51 +28,29 @@ Result = TypeVar("Result")
 _log = logging.getLogger("keras_paragrad")
 # Distinguish the event files of this process.
 _file_numbers = itertools.count()
-Ints = Sequence[int] | np.ndarray
 
 
-class _Table:
-    """A CSV file of the columns `step`, `epoch`, labels and `value`, which is complete after every `append`."""
+class CsvFile:
+    """A CSV file that is complete after every `append`; with `resume`, it keeps the rows that it has."""
 
-    def __init__(self, path: Path, labels: Sequence[str], resume: bool):
-        self._path = path
+    def __init__(self, path: Path, columns: Sequence[str], resume: bool):
+        self._path, header, start = path, ",".join(columns) + "\n", b""
         path.parent.mkdir(parents=True, exist_ok=True)
-        begin_csv(path, ["step", "epoch", *labels, "value"], resume)
+        if path.exists():
+            with path.open("rb") as file:
+                start = file.read(len(header))
+        if start not in (b"", header.encode()):
+            raise FileExistsError(
+                f"{path} already exists with other columns, and was not changed. Give the callback its own log_dir"
+            )
+        if not (resume and start):
+            path.write_text(header, encoding="utf-8", newline="")
 
-    def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
-        """Adds reports, with the labels of a report's values, and values of the shape `(reports, len(labels))`."""
-        quoted = [_quoted(label) for label in labels]
+    def append(self, rows: Iterable[Iterable[object]]) -> None:
+        """Adds rows of values."""
         # Opened each time: an aborted training leaves no file open.
         with self._path.open("a", newline="", encoding="utf-8") as file:
-            for step, epoch, row in zip(steps, epochs, values.tolist(), strict=True):
-                # Nine digits already distinguish any two 32-bit floats; seventeen take three times as long.
-                rows = zip(quoted, row, strict=True)
-                file.writelines(f"{step},{epoch},{label},{value:.12g}\n" for label, value in rows)
-
-
-def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
-    """Starts a CSV file with its header; with `resume`, keeps the rows of an existing file with the same header."""
-    header = f"{_quoted(columns)}\n"
-    if path.exists():
-        with path.open("rb") as file:
-            start = file.read(len(header.encode()))
-        _check_ours(start in (b"", header.encode()), path)
-        if resume and start:
-            return
-    path.write_text(header, encoding="utf-8", newline="")
-
-
-def _check_ours(is_ours: bool, path: Path) -> None:
-    if not is_ours:
-        raise FileExistsError(
-            f"{path} already exists with other columns, and was not changed. Give the callback its own log_dir"
-        )
-
-
-def _quoted(values: Sequence[str]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(values)
-    return line.getvalue()
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 class Scalars:
@@ -109,7 +86,7 @@ class LogFiles:
 
     def __init__(self, name: str, table: Path, labels: Sequence[str], resume: bool):
         self._name, self._log_dir, self._failed = name, table.parent, False
-        self._table: Any = self._safely(lambda: _Table(table, labels, resume))
+        self._table: Any = self._safely(lambda: CsvFile(table, ("step", "epoch", *labels, "value"), resume))
         self._scalars: Any = self._safely(lambda: Scalars(self._log_dir, f".{table.stem}"))
 
     def describe(self, model: keras.Model) -> None:
@@ -144,6 +121,8 @@ def run_info(model: keras.Model) -> RunInfo:
     placement = replica_placement(worker_strategy(model))
     kind = type(strategy).__name__
     devices = _devices_of(model, strategy)
+    gpus = [device for device in logical_devices() if device.kind == "GPU" and device.name in devices]
+    capabilities = [device.compute_capability for device in gpus if device.compute_capability is not None]
     return RunInfo(
         model=model.name,
         optimizer=_optimizer_name(model.optimizer),
@@ -160,7 +139,8 @@ def run_info(model: keras.Model) -> RunInfo:
         versions={"python": platform.python_version(), "keras": keras.__version__, "tensorflow": tf.__version__},
         started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         device_kind=kind_of_device(devices[0]) if devices else "",
-        compute_capability=_least_capability(devices),
+        # The lowest, if those of all GPUs in use are known.
+        compute_capability=min(capabilities) if capabilities and len(capabilities) == len(gpus) else None,
     )
 
 
@@ -168,22 +148,18 @@ def write_run_info(log_dir: Path, info: RunInfo) -> None:
     """Writes `run.json`; an existing file that is not ours is left alone."""
     log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / FILE
-    if path.exists() and not _is_ours(path):
+    try:
+        content = read_json(path.read_text("utf-8")) if path.exists() else dict.fromkeys(_REQUIRED_KEYS)
+    except (ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict) and content.keys() >= _REQUIRED_KEYS:
+        path.write_text(json.dumps(asdict(info), indent=1), "utf-8")
+    else:
         _log.warning(
             "%s was not written by keras_paragrad, and was not changed; a report describes the run by its windows "
             "instead. Give the callback its own log_dir.",
             path,
         )
-        return
-    path.write_text(json.dumps(asdict(info), indent=1), "utf-8")
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        content = read_json(path.read_text("utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and content.keys() >= _REQUIRED_KEYS
 
 
 def _devices_of(model: keras.Model, strategy: tf.distribute.Strategy) -> list[str]:
@@ -191,13 +167,6 @@ def _devices_of(model: keras.Model, strategy: tf.distribute.Strategy) -> list[st
     variables = [variable.value for variable in model.trainable_variables]
     names = [part.device for each in variables for part in strategy.experimental_local_results(each)]
     return sorted({device.rpartition("/device:")[2] for device in names if device})
-
-
-def _least_capability(devices: Collection[str]) -> tuple[int, int] | None:
-    """The lowest compute capability of the GPUs in use, or `None` if one is unknown."""
-    gpus = [device for device in logical_devices() if device.kind == "GPU" and device.name in devices]
-    known = [device.compute_capability for device in gpus if device.compute_capability is not None]
-    return min(known) if known and len(known) == len(gpus) else None
 
 
 def _optimizer_name(optimizer: keras.optimizers.Optimizer) -> str:

@@ -1,16 +1,14 @@
 """Measures memory in use: the current value, and the peak in a trace window."""
 
+import contextlib
 import functools
-import logging
 import os
 from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad.extras import explain_missing, is_installed
+from keras_paragrad.extras import is_installed
 from keras_paragrad.profiling.summary import MemoryUse
-
-_log = logging.getLogger("keras_paragrad")
 
 
 class PeakMemory:
@@ -20,7 +18,7 @@ class PeakMemory:
         self._samples_host = is_installed("psutil")
         self._batches: list[float] = []
         self._host: list[float] = []
-        for device in _tracked_devices():
+        for device in self._gpus():
             tf.config.experimental.reset_memory_stats(device)
 
     def sample(self, batch: int) -> None:
@@ -35,20 +33,14 @@ class PeakMemory:
 
     def peaks(self) -> dict[str, int | None]:
         """Peak memory in bytes by device or `"host"`; `None` where TensorFlow doesn't track it."""
-        tracked = set(_tracked_devices())
-        names = [_short_name(device.name) for device in tf.config.list_logical_devices()]
-        devices = {
-            name: tf.config.experimental.get_memory_info(name)["peak"] if name in tracked else None for name in names
-        }
-        return {"host": max(map(int, self._host), default=None), **devices}
+        devices = dict.fromkeys(device.name.rpartition("device:")[2] for device in tf.config.list_logical_devices())
+        peaks = {name: tf.config.experimental.get_memory_info(name)["peak"] for name in self._gpus()}
+        return {"host": max(map(int, self._host), default=None), **devices, **peaks}
 
-
-def can_read_host_memory() -> bool:
-    """Whether psutil is installed; otherwise logs what to install."""
-    if not is_installed("psutil"):
-        _log.warning("%s", explain_missing("Throughput's host_memory_bytes", ["psutil"]))
-        return False
-    return True
+    @staticmethod
+    def _gpus() -> list[str]:
+        # For CPUs, TensorFlow reports zeros without an error.
+        return [device.name.rpartition("device:")[2] for device in tf.config.list_logical_devices("GPU")]
 
 
 def host_memory() -> int:
@@ -60,23 +52,11 @@ def device_memory() -> int | None:
     """The bytes that TensorFlow holds on this process's accelerators; `None` if it tracks none of them."""
     sizes = []
     for device in tf.config.list_logical_devices():
-        if device.device_type == "CPU":
-            # TensorFlow reports zeros there.
-            continue
-        try:
-            sizes.append(tf.config.experimental.get_memory_info(device.name)["current"])
-        except (ValueError, tf.errors.OpError):
-            continue
+        # For CPUs, TensorFlow reports zeros.
+        with contextlib.suppress(ValueError, tf.errors.OpError):
+            if device.device_type != "CPU":
+                sizes.append(tf.config.experimental.get_memory_info(device.name)["current"])
     return sum(sizes) if sizes else None
-
-
-def _tracked_devices() -> list[str]:
-    # For CPUs, TensorFlow reports zeros without an error.
-    return [_short_name(device.name) for device in tf.config.list_logical_devices() if device.device_type == "GPU"]
-
-
-def _short_name(name: str) -> str:
-    return name.rpartition("device:")[2]
 
 
 # Creating one takes as long as querying it.

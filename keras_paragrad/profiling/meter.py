@@ -44,7 +44,7 @@ class Meter:
         self._vector: Any = None
         self._local_replicas = replica_placement(model.distribute_strategy).local
         by_xla = bool(model.jit_compile) and model.distribute_strategy.num_replicas_in_sync == 1
-        self._measure = functools.partial(_measure, square=_half_square_by_xla if by_xla else _half_square)
+        self._measure = functools.partial(_measure, by_xla=by_xla)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._set_weights(self._trainable)
         else:
@@ -195,11 +195,21 @@ def weights_of(model: keras.Model, variables: Sequence[keras.Variable]) -> list[
     return weights
 
 
-def _measure(update: Update, square: Callable[[tf.Tensor | None], tf.Tensor]) -> tf.Tensor:
-    """The vector of an update: its number, learning rate and loss scale, then half squares and non-finite counts.
+def _measure(update: Update, by_xla: bool) -> tf.Tensor:
+    """The vector of an update: its number, learning rate and loss scale, then half squares and non-finite counts."""
 
-    `square` returns half the sum of a tensor's squares, and 0 for `None`.
-    """
+    def square(tensor: tf.Tensor | None) -> tf.Tensor:
+        if tensor is None:
+            return tf.constant(0.0)
+        values = tf.cast(tensor, "float32")
+        # `l2_loss` is a single operation. On CPUs, XLA would add up a tensor sequentially; `row_sums` divides it.
+        return row_sums(tf.square(tf.reshape(values, [1, -1])) / 2, True)[0] if by_xla else tf.nn.l2_loss(values)
+
+    def count_nonfinite(tensor: tf.Tensor | None) -> tf.Tensor:
+        if tensor is None:
+            return tf.constant(0.0)
+        return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(tensor)), "float32"))
+
     gradients = [square(gradient) for gradient in update.gradients]
     # Without clipping, both are the same tensors.
     clipped = [
@@ -212,28 +222,8 @@ def _measure(update: Update, square: Callable[[tf.Tensor | None], tf.Tensor]) ->
     nonfinite = tf.cond(
         tf.math.is_finite(tf.add_n(gradients)),
         lambda: tf.zeros([len(gradients)]),
-        lambda: tf.stack([_nonfinite(gradient) for gradient in update.gradients]),
+        lambda: tf.stack([count_nonfinite(gradient) for gradient in update.gradients]),
     )
     figures = tf.stack([update.learning_rate, update.loss_scale, *gradients, *clipped, *weights, *change])
     figures = tf.concat([figures, nonfinite], 0)
     return tf.concat([tf.cast(update.number, "float64")[tf.newaxis], tf.cast(figures, "float64")], 0)
-
-
-def _float(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tensor, "float32")
-
-
-def _half_square(tensor: tf.Tensor | None) -> tf.Tensor:
-    # `l2_loss` is a single operation.
-    return tf.constant(0.0) if tensor is None else tf.nn.l2_loss(_float(tensor))
-
-
-def _half_square_by_xla(tensor: tf.Tensor | None) -> tf.Tensor:
-    # On CPUs, XLA would add up a tensor sequentially; `row_sums` divides it.
-    return tf.constant(0.0) if tensor is None else row_sums(tf.square(tf.reshape(_float(tensor), [1, -1])) / 2, True)[0]
-
-
-def _nonfinite(tensor: tf.Tensor | None) -> tf.Tensor:
-    if tensor is None:
-        return tf.constant(0.0)
-    return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(tensor)), "float32"))

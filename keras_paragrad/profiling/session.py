@@ -4,7 +4,6 @@ A session traces one window, a range of batches. On disk, a window is a folder w
 """
 
 import contextlib
-import json
 import logging
 import shutil
 import socket
@@ -71,23 +70,18 @@ class Session:
             files = sorted(self._folder.rglob(f"*{TRACE}"))
             if not files:
                 raise RuntimeError("the profiler wrote no trace")
-            return self._move(files[0])
+            # Named after the time, as TensorBoard expects; its own names have a resolution of seconds, in which several
+            # windows may end.
+            folder = self._log_dir / PROFILES / datetime.now().strftime("%Y_%m_%d_%H_%M_%S_%f")
+            folder.mkdir(parents=True)
+            files[0].rename(folder / f"{socket.gethostname().partition('.')[0] or 'host'}{TRACE}")
+            return folder
         except tf.errors.UnavailableError as error:
             raise RuntimeError("the profiler was stopped from elsewhere") from error
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
         finally:
             self._clear()
-
-    def _move(self, file: Path) -> Path:
-        """Moves the trace into a folder that is named after the time, as TensorBoard expects."""
-        # TensorBoard's own names have a resolution of seconds, in which several windows may end.
-        name = datetime.now().strftime("%Y_%m_%d_%H_%M_%S_%f")
-        folder = self._log_dir / PROFILES / name
-        folder.mkdir(parents=True)
-        host = socket.gethostname().partition(".")[0] or "host"
-        file.rename(folder / f"{host}{TRACE}")
-        return folder
 
     def _clear(self) -> None:
         if Session.running is self:
@@ -116,41 +110,3 @@ def warn_of_missing() -> None:
     missing = [f"{name} (to {purpose})" for name, purpose in _PURPOSES.items() if not is_installed(name)]
     if missing:
         _log.warning("%s", explain_missing("Profiler", missing))
-
-
-def remove_oldest(log_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` windows in a log directory, of this run and earlier ones.
-
-    Traces of other programs stay, as do files in a window that neither this package nor TensorBoard wrote.
-    """
-    summaries = (log_dir / PROFILES).glob(f"*/{SUMMARY}")
-    windows = sorted(path.parent for path in summaries if _is_ours(path, log_dir))
-    for folder in windows[: max(len(windows) - keep, 0)]:
-        # What can't be removed now is removed next time.
-        with contextlib.suppress(OSError):
-            _remove(folder)
-
-
-def _is_ours(summary: Path, log_dir: Path) -> bool:
-    """Whether this package wrote the summary for its folder; a copied or linked folder isn't ours to delete."""
-    try:
-        content = json.loads(summary.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    folder = summary.parent
-    names_folder = isinstance(content, dict) and content.get("trace") == folder.relative_to(log_dir).as_posix()
-    return names_folder and not folder.is_symlink()
-
-
-def _remove(folder: Path) -> None:
-    """Deletes the files of a window, and its folder if nothing else is in it."""
-    hosts = {path.name.removesuffix(TRACE) for path in folder.glob(f"*{TRACE}")}
-    # TensorBoard caches its results next to the trace, named after the host or ALL_HOSTS.
-    prefixes = tuple(f"{host}." for host in (*hosts, "ALL_HOSTS"))
-    for path in list(folder.iterdir()):
-        if path.name == "cache_version.txt" or path.name.startswith(prefixes):
-            path.unlink()
-    # Last, as the summary identifies the rest as ours.
-    (folder / SUMMARY).unlink()
-    with contextlib.suppress(OSError):
-        folder.rmdir()

@@ -189,51 +189,22 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class StageWork:
-    """An interval in which a device of a pipeline computes one micro-batch, forward or backward.
-
-    Attributes:
-        stage: Number of the stage, from 0.
-        column: Number of the device among the stage's devices, from 0.
-        micro_batch: Number of the micro-batch, from 0.
-        backward: Whether this is the backward pass.
-        begins: Milliseconds after the first operation of all stages.
-        duration: Milliseconds.
-    """
-
-    stage: int
-    column: int
-    micro_batch: int
-    backward: bool
-    begins: float
-    duration: float
-
-
-@dataclass(frozen=True)
 class PipelineTime:
     """How the stages of a pipeline overlap.
 
     Attributes:
         stages: Number of stages.
-        columns: Largest number of devices in a stage, which take turns with micro-batches.
         microbatches: Number of micro-batches.
         bubble: The fraction of the time in which devices wait, between the first and the last operation of all stages,
             over all steps.
         ideal: The bubble of stages of equal time: (stages - 1) / (microbatches + stages - 1), with the micro-batches of
-            one column.
-        step: Number of the step that `work` shows, one of median length.
-        duration: The time of the stages in that step, in milliseconds.
-        work: The devices' work in that step.
+            one of a stage's devices.
     """
 
     stages: int
-    columns: int
     microbatches: int
     bubble: float
     ideal: float
-    step: int
-    duration: float
-    work: tuple[StageWork, ...]
 
 
 @dataclass(frozen=True)

@@ -126,32 +126,27 @@ class Alarms:
     def check(self, steps: np.ndarray, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
         """Updates the statistics, and yields new warnings in the order of the reports."""
         for step, norm, count in zip(steps, norms, nonfinite, strict=True):
-            yield from self._check(int(step), norm, count)
-
-    def _check(self, step: int, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
-        """Warnings of an update: layers with gradients that are non-finite, explode, vanish or are zero."""
-        finite = np.isfinite(norms)
-        alive = finite & (norms > 0)
-        means = np.exp(self._log_sums / np.maximum(self._counts, 1))
-        # The lower one; finite values have an infinite norm if their squares overflow.
-        median = np.percentile(norms[alive], 50, method="lower") if alive.any() else np.inf
-        explodes = ~finite | (self._counts > 0) & (norms > self.exploding * means)
-        problems = {
-            "non-finite": nonfinite > 0,
-            "exploding": (explodes | alive & (norms > self.exploding * median)) & (nonfinite == 0),
-            "vanishing": self._lasts("vanishing", alive & (norms < self.vanishing * norms[alive].max(initial=0))),
-            "dead": self._lasts("dead", (norms == 0) & alive.any()),
-        }
-        self._log_sums[alive] += np.log(norms[alive])
-        self._counts[alive] += 1
-        for kind, layers in problems.items():
-            new = layers & ~self._warned[kind]
-            if new.any():
-                self._warned[kind] |= new
-                names = ", ".join(repr(layer) for layer, is_new in zip(self.layers, new, strict=True) if is_new)
-                yield _WARNINGS[kind].format(
-                    layers=names, step=step, exploding=self.exploding, vanishing=self.vanishing
-                )
+            finite = np.isfinite(norm)
+            alive = finite & (norm > 0)
+            means = np.exp(self._log_sums / np.maximum(self._counts, 1))
+            # The lower one; finite values have an infinite norm if their squares overflow.
+            median = np.percentile(norm[alive], 50, method="lower") if alive.any() else np.inf
+            explodes = ~finite | (self._counts > 0) & (norm > self.exploding * means)
+            problems = {
+                "non-finite": count > 0,
+                "exploding": (explodes | alive & (norm > self.exploding * median)) & (count == 0),
+                "vanishing": self._lasts("vanishing", alive & (norm < self.vanishing * norm[alive].max(initial=0))),
+                "dead": self._lasts("dead", (norm == 0) & alive.any()),
+            }
+            self._log_sums[alive] += np.log(norm[alive])
+            self._counts[alive] += 1
+            for kind, layers in problems.items():
+                new = layers & ~self._warned[kind]
+                if new.any():
+                    self._warned[kind] |= new
+                    names = ", ".join(repr(layer) for layer, is_new in zip(self.layers, new, strict=True) if is_new)
+                    figures = {"step": int(step), "exploding": self.exploding, "vanishing": self.vanishing}
+                    yield _WARNINGS[kind].format(layers=names, **figures)
 
     def _lasts(self, kind: str, now: np.ndarray) -> np.ndarray:
         """Counts the reports in a row in which layers have a problem; returns which have had it for long enough."""

@@ -1,6 +1,5 @@
 """`Throughput`: training speed, memory and retraces during `fit`."""
 
-import csv
 import logging
 import time
 from array import array
@@ -18,9 +17,10 @@ from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import BatchIterator, Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
+from keras_paragrad.extras import explain_missing, is_installed
 from keras_paragrad.flops import flops_of
-from keras_paragrad.profiling.log_files import LogFiles, begin_csv
-from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
+from keras_paragrad.profiling.log_files import CsvFile, LogFiles
+from keras_paragrad.profiling.memory import device_memory, host_memory
 from keras_paragrad.profiling.pace import Clock, Pace, Retraces
 from keras_paragrad.profiling.progress_line import hide_in_progress_bar
 from keras_paragrad.profiling.session import ProfilerPauses
@@ -107,7 +107,9 @@ class Throughput(keras.callbacks.Callback):
         self.flops = peak_flops is not None if flops is None else flops
         self.figures: dict[str, float] = {}
         self._batch_logs: dict[str, float] = {}
-        self._host_memory = can_read_host_memory()
+        self._host_memory = is_installed("psutil")
+        if not self._host_memory:
+            _log.warning("%s", explain_missing("Throughput's host_memory_bytes", ["psutil"]))
         self._clock: Clock | None = None
         self._epoch_ended = True
         self._files: ThroughputFiles | None = None
@@ -142,7 +144,7 @@ class Throughput(keras.callbacks.Callback):
             function = function.function if isinstance(function, Clock) else function
             self._retraces.watch(function)
             self._per_call = self.model.steps_per_execution
-            self.model.train_function = self._clock = Clock(function, self._on_call_end, self._remove_clock)
+            self.model.train_function = self._clock = Clock(function, self._on_call_end, self.on_train_end)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Adds the latest figures to the batch's logs."""
@@ -171,10 +173,6 @@ class Throughput(keras.callbacks.Callback):
         self._refresh(self._last_end, of_epoch=True)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Closes the files and removes the clock."""
-        self._remove_clock()
-
-    def _remove_clock(self) -> None:
         """Restores the train function, and closes the files."""
         if self._clock is not None and self.model.train_function is self._clock:
             self.model.train_function = self._clock.function
@@ -273,20 +271,16 @@ class ThroughputFiles(LogFiles):
 
     def __init__(self, log_dir: Path, resume: bool):
         super().__init__("Throughput", log_dir / "throughput.csv", ("quantity",), resume)
-        self._retraces = log_dir / "retraces.csv"
-        self._safely(lambda: begin_csv(self._retraces, ("step", "function", "signature"), resume))
+        path, columns = log_dir / "retraces.csv", ("step", "function", "signature")
+        self._retraces: Any = self._safely(lambda: CsvFile(path, columns, resume))
 
     def append(self, step: int, epoch: int, figures: Mapping[str, float], *, scalars: bool = True) -> None:
         """Writes figures, by name, to the table, and as scalars."""
-        labels, values = [(name,) for name in figures], np.array([list(figures.values())], float)
-        self._safely(lambda: self._table.append([step], [epoch], labels, values))
+        rows = [(step, epoch, name, f"{value:.12g}") for name, value in figures.items()]
+        self._safely(lambda: self._table.append(rows))
         if scalars:
-            tags = [f"throughput/{name}" for name in figures]
+            tags, values = [f"throughput/{name}" for name in figures], np.array([list(figures.values())], float)
             self._safely(lambda: self._scalars.append(np.array([step]), tags, values))
 
     def append_retraces(self, step: int, traces: Iterable[TracedGraph]) -> None:
-        def write() -> None:
-            with self._retraces.open("a", newline="", encoding="utf-8") as lines:
-                csv.writer(lines, lineterminator="\n").writerows((step, *trace) for trace in traces)
-
-        self._safely(write)
+        self._safely(lambda: self._retraces.append((step, *trace) for trace in traces))

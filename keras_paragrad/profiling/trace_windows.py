@@ -20,7 +20,7 @@ from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.profiling.memory import PeakMemory
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow
-from keras_paragrad.profiling.session import SUMMARY, ProfilerPauses, Session, remove_oldest
+from keras_paragrad.profiling.session import SUMMARY, ProfilerPauses, Session
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 
 _log = logging.getLogger("keras_paragrad")
@@ -44,27 +44,18 @@ class UpdateCount:
 
     def read(self) -> None:
         """Reads `update` and `position` from the optimizer, which waits for the device."""
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
+        optimizer, seen = self._optimizer, self.batches
         if isinstance(optimizer, AccumulatingOptimizer):
             self.update = int(optimizer.iterations.numpy())
             self.position = int(optimizer.window.position.numpy()) if optimizer.built else 0
-        elif optimizer.gradient_accumulation_steps:
-            self.update, self.position = divmod(self._batches_seen(), optimizer.gradient_accumulation_steps)
-        else:
-            self.update, self.position = self._batches_seen(), 0
+        elif seen is not None:
+            self.update, self.position = divmod(seen, optimizer.gradient_accumulation_steps or 1)
         self.batches_per_update = self._batches_of(self.update)
 
-    def _batches_seen(self) -> int:
-        # An optimizer's first variable counts its calls, even if `iterations` is overridden.
-        return int(self._optimizer.variables[0].numpy()) if self._optimizer is not None else 0
-
     def _batches_of(self, update: int) -> int:
-        optimizer = self._optimizer
-        if isinstance(optimizer, AccumulatingOptimizer):
-            return optimizer.schedule.at(update)
-        return (optimizer.gradient_accumulation_steps if optimizer is not None else None) or 1
+        if isinstance(self._optimizer, AccumulatingOptimizer):
+            return self._optimizer.schedule.at(update)
+        return getattr(self._optimizer, "gradient_accumulation_steps", None) or 1
 
     @property
     def left(self) -> int:
@@ -76,7 +67,8 @@ class UpdateCount:
         """How many batches the optimizer has seen, or `None` if it doesn't count them; waits for the device."""
         if self._optimizer is None or isinstance(self._optimizer, AccumulatingOptimizer):
             return None
-        return self._batches_seen()
+        # An optimizer's first variable counts its calls, even if `iterations` is overridden.
+        return int(self._optimizer.variables[0].numpy())
 
     def advance(self, batches: int) -> None:
         """Counts a number of batches that have run, without waiting for the device."""
@@ -129,7 +121,7 @@ class StepMarkers:
 
 
 class WindowTracer:
-    """Traces windows of a model's training, by schedule if there is one, and on demand; keeps the newest `keep`.
+    """Traces windows of a model's training, by schedule if there is one, and on demand.
 
     Attributes:
         window: The open window, from its warm-up to its end, or `None`.
@@ -137,21 +129,17 @@ class WindowTracer:
         traced: How many windows have been written.
     """
 
-    def __init__(self, model: keras.Model, log_dir: Path, schedule: ProfileSchedule | None, run: RunInfo, keep: int):
+    def __init__(self, model: keras.Model, log_dir: Path, schedule: ProfileSchedule | None, run: RunInfo):
         self.window: TraceWindow | None = None
         self.requested = False
         self.traced = 0
+        self._model, self._log_dir, self._run = model, log_dir, run
         self._schedule, self._index = schedule, 0
         # Why traces could not be read, each of which is logged once.
         self._logged_problems: set[str] = set()
-        self._model = model
-        self._log_dir = log_dir
-        self._run = run
-        self._keep = keep
         self._session: Session | None = None
         self._markers: StepMarkers | None = None
         self._layers = {layer.name: type(layer).__name__ for layer in all_layers(model)}
-        self._pulls = replica_placement(model.distribute_strategy).local
 
     @property
     def is_recording(self) -> bool:
@@ -221,7 +209,8 @@ class WindowTracer:
         if self._session is not None:
             self._session.discard()
         self._session = Session(self._log_dir)
-        self._markers = StepMarkers(updates, per_call, self._pulls)
+        replicas = replica_placement(self._model.distribute_strategy).local
+        self._markers = StepMarkers(updates, per_call, replicas)
 
     def pause(self, batch: int) -> None:
         """Closes the last step marker, as training pauses."""
@@ -245,7 +234,6 @@ class WindowTracer:
         summary = replace(summary, trace=trace, memory=summary.memory or markers.memory.samples())
         try:
             (folder / SUMMARY).write_text(json.dumps(summary.to_dict()), "utf-8")
-            remove_oldest(self._log_dir, self._keep)
         except OSError as error:
             _log.warning(
                 "The trace is in %s, but its summary could not be written: %s. Training continues.", folder, error

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from keras_paragrad import hessian_vector_product, input_gradients, input_jacobian
 from keras_paragrad.inputs import run
-from keras_paragrad.inputs.run import MOST_ROWS, rows_within_budget
 from keras_paragrad.memory.cost import bytes_of_results
 
 layers = keras.layers
@@ -33,12 +32,6 @@ def test_what_is_computed_is_counted_and_grows_with_the_rows():
 def test_steps_of_recurrent_layers_are_counted():
     short, long = (bytes_of(keras.Sequential([keras.Input((n, 4)), layers.LSTM(24)])) for n in (10, 100))
     assert 8 < long / short < 12
-
-
-def test_a_chunk_has_at_least_one_row_and_at_most_8192():
-    assert rows_within_budget(1) == MOST_ROWS == 8192
-    assert rows_within_budget(2**40) == 1
-    assert rows_within_budget(2**20) == 256
 
 
 @pytest.mark.parametrize("derivative", [input_gradients, input_jacobian, hessian_vector_product])

@@ -121,7 +121,7 @@ def test_replicas_take_the_labels_of_their_rows():
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        (LABELS[:-1], "6 labels, and `x` has 7 rows"),
+        (LABELS[:-1], r"\[7, 6\] rows, and must have the same number"),
         (LABELS + 1, r"label 4 for row 0, .*out of range.* shape \(7, 4\)"),
         (LABELS - 1, "`output` is -1, and must be labels that count from 0"),
         (LABELS + 2**40, "must be labels that count from 0"),

@@ -16,7 +16,7 @@ from keras_paragrad.memory.breakdown import SHARDS, breakdowns_of
 from keras_paragrad.memory.cost import Cost, Speed, cost_of
 from keras_paragrad.memory.plan import Choice, MemoryPlan, choose, plan_memory
 from keras_paragrad.memory.recomputed_segments import cut_for_least_memory
-from keras_paragrad.memory.traced_step import traced_step, traced_steps
+from keras_paragrad.memory.traced_step import traced_steps
 from keras_paragrad.memory.trial import CannotTryError, Measured
 
 pytestmark = pytest.mark.usefixtures("same_speed")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("same_speed")
 def test_one_trace_gives_the_memory_of_any_batch(made):
     model = made()
     for rows, step in zip((96, 40, 7), traced_steps(model, [96, 40, 7]), strict=True):
-        alone = traced_step(model, rows)
+        (alone,) = traced_steps(model, [rows])
         ours, theirs = breakdowns_of(model, step, 1)[0], breakdowns_of(model, alone, 1)[0]
         assert ours.total == pytest.approx(theirs.total, rel=0.02 if made is recurrent else 1e-4)
 
@@ -34,7 +34,7 @@ def test_one_trace_gives_the_memory_of_any_batch(made):
 def test_slices_are_estimated_with_what_they_hold(ways, no_graph):
     model = deep()
     microbatch(model, ROWS // 4)
-    sliced = breakdowns_of(model, traced_step(model, ROWS), 1)[0]
+    sliced = breakdowns_of(model, traced_steps(model, [ROWS])[0], 1)[0]
     (estimated,) = [each.estimated.bytes for each in ways.candidates if each.choice == Choice(slices=4)]
     assert estimated == pytest.approx(sliced.total, rel=0.02)
 
@@ -44,15 +44,15 @@ def test_costs_count_products_and_loops():
     dense = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
     dense.compile("sgd", "mse")
     for rows, step in zip((10, 20), traced_steps(dense, [10, 20], None, flops_of_operation), strict=True):
-        assert cost_of(step).gradient.flops == 2 * (2 * rows * 32 * 16)
+        assert cost_of(step)[0].flops == 2 * (2 * rows * 32 * 16)
     # Of products of all rows with all rows, there are four times as many.
-    few, many = (cost_of(step).gradient for step in traced_steps(contrastive(), [10, 20], None, flops_of_operation))
+    few, many = (cost_of(step)[0] for step in traced_steps(contrastive(), [10, 20], None, flops_of_operation))
     assert 2 * few.flops < many.flops < 4 * few.flops
     costs = []
     for steps in (5, 50):
         model = keras.Sequential([keras.Input((steps, 8)), keras.layers.LSTM(16)])
         model.compile("sgd", "mse")
-        costs.append(cost_of(traced_steps(model, [4], None, flops_of_operation)[0]).gradient)
+        costs.append(cost_of(traced_steps(model, [4], None, flops_of_operation)[0])[0])
     assert costs[1].operations > 5 * costs[0].operations
     assert costs[1].flops > 5 * costs[0].flops
 

@@ -14,16 +14,7 @@ from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis import advice, summarize
 from keras_paragrad.profiling.analysis.advice import Evidence, Finding, advise, recommendation
-from keras_paragrad.profiling.analysis.events import (
-    Compiled,
-    Coverage,
-    FunctionCall,
-    Marker,
-    Pull,
-    Trace,
-    TracedCall,
-    Work,
-)
+from keras_paragrad.profiling.analysis.events import Coverage, Trace, TraceEvent
 from keras_paragrad.profiling.analysis.operations import (
     LayerNames,
     Operation,
@@ -67,12 +58,16 @@ def spans(*pairs):
     return [(begin * MILLISECOND, end * MILLISECOND) for begin, end in pairs]
 
 
+def event(begin, end, line=0, **more):
+    return TraceEvent(begin * MILLISECOND, end * MILLISECOND, line, **more)
+
+
 def marker(begin, end, **stats):
-    return Marker(begin * MILLISECOND, end * MILLISECOND, {key: str(value) for key, value in stats.items()}, 0)
+    return event(begin, end, stats={key: str(value) for key, value in stats.items()})
 
 
 def pull(begin, filled=True):
-    return Pull(begin * MILLISECOND, filled)
+    return event(begin, begin, stats={"element_size": 1} if filled else {})
 
 
 def test_each_moment_counts_once_for_the_first_that_it_can_be():
@@ -103,13 +98,9 @@ def test_what_a_device_computes_is_not_waited_for():
 def test_other_threads_work_counts_to_the_end_of_its_own_step():
     trace = Trace(markers=[marker(0, 10, step_num=0, _r=1), marker(10, 20, step_num=1, _r=1)])
     trace.host[0] = spans((0, 2))
-    trace.calls = [
-        TracedCall(1 * MILLISECOND, 0, "a"),
-        TracedCall(4 * MILLISECOND, 7, "b"),
-        TracedCall(5 * MILLISECOND, 9, "c"),
-    ]
+    trace.calls = [event(1, 1, 0, flow="a"), event(4, 4, 7, flow="b"), event(5, 5, 9, flow="c")]
     # The second is called in the first; the third on a thread that does nothing for this training.
-    trace.work = [Work(*spans((3, 5))[0], 7, "a"), Work(*spans((6, 14))[0], 8, "b"), Work(*spans((5, 9))[0], 9, "c")]
+    trace.work = [event(3, 5, 7, flow="a"), event(6, 14, 8, flow="b"), event(5, 9, 9, flow="c")]
     first, second = step_times(trace)
     assert (first.host, first.idle) == (2 + 2 + 4, 2)
     assert (second.host, second.idle) == (0, 10)
@@ -195,7 +186,7 @@ def test_a_step_that_runs_eagerly_is_named(calls, functions, kind):
     trace.python_calls[0] = spans(
         *((10 * number + 0.2 * n, 10 * number + 0.2 * n) for number in range(4) for n in range(calls))
     )
-    trace.functions = [FunctionCall(1 * MILLISECOND, 2 * MILLISECOND, 0, 1)] * functions
+    trace.functions = [event(1, 2, stats={"tracing_count": 1})] * functions
     advice = advise(Evidence(steps(host=50, idle=50), trace=trace))
     assert advice.kind == kind
     assert ("run_eagerly" in advice.text) == (kind == "python")
@@ -249,10 +240,10 @@ def test_the_parts_add_up_to_the_duration(host, waiting, operations, collective,
 
 def test_operations_that_xla_made_count_their_own_time():
     ran = [
-        Compiled("while.1", 0, 10 * MILLISECOND, 0),
-        Compiled("add.2", 1 * MILLISECOND, 3 * MILLISECOND, 0),
-        Compiled("add.2", 5 * MILLISECOND, 6 * MILLISECOND, 0),
-        Compiled("multiply_fusion", 2 * MILLISECOND, 4 * MILLISECOND, 1),
+        event(0, 10, name="while.1"),
+        event(1, 3, name="add.2"),
+        event(5, 6, name="add.2"),
+        event(2, 4, 1, name="multiply_fusion"),
     ]
     assert compiled_operations(ran) == [
         Operation("while.1", "while", 1, 7.0, False),
@@ -338,7 +329,7 @@ def test_advice_fits_what_the_run_does():
     found = advise(Evidence(steps(compute=90, host=10), LONGEST, layers=layers[1:]))
     assert found.kind == "compute" and "the layer that takes longest is last, 100%" in found.evidence
     for ideal, text in ((0.4, "Pipeline(microbatches=8)"), (0.2, "Pipeline(cuts=[...])")):
-        found = advise(Evidence(steps(compute=100), LONGEST, pipeline=PipelineTime(2, 1, 4, 0.5, ideal, 0, 9.0, ())))
+        found = advise(Evidence(steps(compute=100), LONGEST, pipeline=PipelineTime(2, 4, 0.5, ideal)))
         assert found.kind == "pipeline" and text in found.text
         assert found.evidence.startswith("50% of the step has stages wait for each other (50.00 of 100.00 ms); ")
 
@@ -417,8 +408,8 @@ def test_functions_that_are_compiled(count, advised):
     trace.operations = spans((22, 24))
     # What another thread traces holds no step up; the outermost of functions is what was called.
     calls = ((2, 25, 0, count), (3, 20, 0, 3), (26, 28, 0, 5), (0, 30, 1, 3))
-    trace.functions = [FunctionCall(*spans(call[:2])[0], *call[2:]) for call in calls]
-    trace.graphs = [(begin * MILLISECOND, line) for begin, line in ((4, 0), (5, 0), (1, 1))]
+    trace.functions = [event(*call[:3], stats={"tracing_count": call[3]}) for call in calls]
+    trace.graphs = [event(begin, begin, line) for begin, line in ((4, 0), (5, 0), (1, 1))]
     found = step_times(trace)
     assert found[0] == StepTime(4, None, 0.0, 30.0, host=5, compile=21, compute=2, idle=2)
     advice = advise(Evidence(found, trace=trace))

@@ -10,7 +10,7 @@ from trainings import profiled
 
 from keras_paragrad import recompute
 from keras_paragrad.profiling.analysis import summarize
-from keras_paragrad.profiling.analysis.events import Marker, Trace
+from keras_paragrad.profiling.analysis.events import Trace, TraceEvent
 from keras_paragrad.profiling.analysis.steps import communication
 from keras_paragrad.profiling.schedule import ProfileSchedule
 from keras_paragrad.profiling.summary import Communication, KindTime, RunInfo
@@ -48,7 +48,7 @@ def ticks(pairs):
 
 
 def step_until(end):
-    return [Marker(0.0, end * 1e6, {"step_num": "0", "_r": "1"}, 0)]
+    return [TraceEvent(0.0, end * 1e6, stats={"step_num": "0", "_r": "1"})]
 
 
 def test_times_are_those_of_the_innermost_operation_at_each_moment(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from keras_paragrad.profiling.summary import Advice, OperationTime, ProfileSummary, StepTime
-from keras_paragrad.profiling.terminal import WIDTH, WindowFigures, print_figures
+from keras_paragrad.profiling.tracer import WIDTH, WindowFigures, print_figures
 
 pytestmark = pytest.mark.fast
 

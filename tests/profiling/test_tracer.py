@@ -16,7 +16,7 @@ from trainings import profiled
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry
 from keras_paragrad.profiling.log_files import write_run_info
 from keras_paragrad.profiling.schedule import ProfileSchedule
-from keras_paragrad.profiling.session import PROFILES, SUMMARY, remove_oldest
+from keras_paragrad.profiling.session import SUMMARY
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 from keras_paragrad.profiling.tracer import Profiler
 
@@ -191,41 +191,14 @@ def test_a_window_ends_where_validation_begins(tmp_path):
 
 
 @pytest.mark.long
-def test_windows_repeat_and_the_oldest_are_removed(tmp_path):
-    callback = profiler(tmp_path, ProfileSchedule(skip_first=2, wait=1, warmup=1, active=3, repeat=None), keep=2)
+def test_windows_repeat(tmp_path):
+    callback = profiler(tmp_path, ProfileSchedule(skip_first=2, wait=1, warmup=1, active=3, repeat=None))
     profiled.model().fit(profiled.dataset(19), shuffle=False, verbose=0, callbacks=[callback])
     seen = [[step.step for step in summary.steps] for summary in callback.summaries]
     assert seen == [[4, 5, 6], [9, 10, 11], [14, 15, 16]]
     left = sorted(path.parent.name for path in tmp_path.rglob("*.xplane.pb"))
-    assert left == [summary.trace.rpartition("/")[2] for summary in callback.summaries[-2:]]
+    assert left == [summary.trace.rpartition("/")[2] for summary in callback.summaries]
     assert not list(tmp_path.glob(".tracing-*"))
-
-
-def a_window(log_dir, name, trace=None):
-    folder = log_dir / PROFILES / name
-    folder.mkdir(parents=True)
-    summary = {"trace": (PROFILES / (trace or name)).as_posix()}
-    files = ["host.xplane.pb", "host.op_stats.pb", "ALL_HOSTS.op_stats.pb", "cache_version.txt"]
-    for file in files:
-        (folder / file).write_text("made")
-    (folder / SUMMARY).write_text(json.dumps(summary))
-    return folder
-
-
-def test_what_is_not_ours_in_a_window_stays(tmp_path):
-    oldest, commented, newest = (a_window(tmp_path, name) for name in ("2025", "2026", "2027"))
-    copied = a_window(tmp_path, "2024_a_copy", trace="2026")
-    broken = a_window(tmp_path, "2023")
-    (broken / SUMMARY).write_text("[" * 100_000)
-    (commented / "notes.txt").write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    remove_oldest(tmp_path, 1)
-    assert not oldest.exists()
-    assert [path.name for path in commented.iterdir()] == ["notes.txt"]
-    kept = {path for path in before if oldest not in (path, *path.parents) and path.parent != commented}
-    assert set(tmp_path.rglob("*")) == kept | {commented / "notes.txt"}
-    assert copied.exists()
-    assert newest.exists()
 
 
 def test_run_json_of_somebody_else_is_left_as_it_is(tmp_path, caplog):

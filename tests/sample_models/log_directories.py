@@ -17,7 +17,6 @@ from keras_paragrad.profiling.summary import (
     PipelineTime,
     ProfileSummary,
     RunInfo,
-    StageWork,
     StepTime,
 )
 
@@ -52,15 +51,7 @@ LAYERS = (
 )
 KINDS = tuple(KindTime(f"Kind{number}", 40, 30.0 - number, 0.1 - 0.005 * number) for number in range(14))
 # Two stages with two devices each, and four micro-batches, each of which takes 1 ms forward and 2 ms backward.
-PIPELINE = PipelineTime(
-    *(2, 2, 4),
-    *(0.4, 1 / 3, 104, 9.0),
-    tuple(
-        StageWork(stage, part % 2, part, backward, begins + (1 + backward) * (part // 2), 1.0 + backward)
-        for stage, backward, begins in ((0, False, 0.0), (1, False, 1.0), (1, True, 3.0), (0, True, 5.0))
-        for part in range(4)
-    ),
-)
+PIPELINE = PipelineTime(stages=2, microbatches=4, bubble=0.4, ideal=1 / 3)
 
 
 def step(number: int, scale: float = 1.0) -> StepTime:

@@ -95,7 +95,7 @@ def profiled_by_worker(arguments):
         training.compile("adam", "mse", steps_per_execution=per_call)
     x = np.random.default_rng(0).normal(size=(330, 6)).astype("float32")
     schedule = ProfileSchedule(skip_first=6, warmup=1, active=8, repeat=3)
-    callback = Profiler(log_dir, schedule, report=None, keep=2)
+    callback = Profiler(log_dir, schedule, report=None)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         dist.fit(training, x, x[:, :1], batch_size=10, verbose=0, callbacks=[SlowSecond(callback), callback])
     return Worker(len(callback.summaries), printed.getvalue(), said)

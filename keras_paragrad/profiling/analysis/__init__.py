@@ -96,19 +96,14 @@ def _memory_use(file: Path, steps: Sequence[StepTime], origin: float) -> tuple[M
     found = []
     for name, memory in (profile or {}).get("memoryProfilePerAllocator", {}).items():
         snapshots = memory.get("sampledTimelineSnapshots", [])
-        times = np.array([float(one["timeOffsetPs"]) / 1e3 for one in snapshots])
+        # In milliseconds after the first step's start.
+        times = (np.array([float(one["timeOffsetPs"]) / 1e3 for one in snapshots]) - origin) / NANOSECONDS
         held = np.array([float(one["aggregationStats"]["heapAllocatedBytes"]) for one in snapshots])
-        batches = _in_batches((times - origin) / NANOSECONDS, steps)
-        inside = np.isfinite(batches)
+        begins, durations, numbers = np.array([(one.begins, one.duration, one.step) for one in steps]).T
+        indices = np.clip(np.searchsorted(begins, times, side="right") - 1, 0, None)
+        fractions = (times - begins[indices]) / durations[indices]
+        inside = (fractions >= 0) & (fractions < 1)
         if inside.any():
+            batches = np.round(numbers[indices] + fractions, 4)
             found.append(MemoryUse(name, tuple(batches[inside].tolist()), tuple(held[inside].tolist())))
     return tuple(found)
-
-
-def _in_batches(times: np.ndarray, steps: Sequence[StepTime]) -> np.ndarray:
-    """Converts milliseconds after the first step's start to batches, 7.5 in the middle of 7; NaN outside of steps."""
-    begins, durations = (np.array([getattr(step, name) for step in steps]) for name in ("begins", "duration"))
-    batches = np.array([step.step for step in steps])
-    indices = np.clip(np.searchsorted(begins, times, side="right") - 1, 0, None)
-    fractions = (times - begins[indices]) / durations[indices]
-    return np.where((fractions >= 0) & (fractions < 1), np.round(batches[indices] + fractions, 4), np.nan)

@@ -75,13 +75,27 @@ class Evidence:
         kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in self.run.devices]
         return self.run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
 
-    def share_of(self, fraction: float) -> float:
-        """Converts a fraction of the operations' time to a fraction of the step."""
-        return fraction * self.shares["compute"]
-
     def part_of(self, layers: Iterable[LayerTime]) -> float:
         """The fraction of the operations' time that some layers take."""
         return sum(layer.total for layer in layers) / (sum(layer.total for layer in self.layers) or 1.0)
+
+    def share_of(self, layers: Iterable[LayerTime]) -> float:
+        """The fraction of the step's time that some layers take."""
+        return self.part_of(layers) * self.shares["compute"]
+
+    def outside(self, name: str) -> list[LayerTime]:
+        """The time of operations outside of layers, by what they belong to."""
+        return [layer for layer in self.layers if layer.name == name and not layer.is_layer]
+
+    @property
+    def longest(self) -> LayerTime | None:
+        """The layer that takes longest."""
+        return next((layer for layer in self.layers if layer.is_layer), None)
+
+    @property
+    def gains_from_xla(self) -> bool:
+        """Whether XLA, which fuses small operations, is known to help, and isn't in use."""
+        return not self.run.jit and gains_from_xla(self.device_kind)
 
 
 class Finding(NamedTuple):
@@ -136,7 +150,7 @@ def advise(evidence: Evidence) -> Advice | None:
 def _compiling(evidence: Evidence) -> Finding:
     """Time in which functions are compiled."""
     lines = {marker.line for marker in evidence.trace.markers}
-    if any(call.traced > 1 for line in lines for call in evidence.trace.compiling(line)):
+    if any(int(call.stats["tracing_count"]) > 1 for line in lines for call in evidence.trace.compiling(line)):
         text = "Give all batches one shape: dataset.batch(n, drop_remainder=True), and pad sequences to few lengths."
     else:
         last = max((step.step for step in evidence.steps if step.compile), default=0)
@@ -169,18 +183,16 @@ def _about_input(evidence: Evidence) -> str:
             "so to prefetch gains little."
         )
     # Maps that TensorFlow itself runs in parallel are named ParallelMap in the trace.
-    parallel = bool(stages) and "Map" not in stages
-    prefetched = "Prefetch" in stages
-    missing = [*([] if prefetched else ["prefetch"]), *([] if parallel else ["prepare batches in parallel"])]
+    parallel, prefetched = bool(stages) and "Map" not in stages, "Prefetch" in stages
     cached = any("Cache" in stage for stage in stages)
-    if not missing:
+    if parallel and prefetched:
         cache = "" if cached else ".cache() what fits into memory, "
         first = "The pipeline already prefetches, and has no sequential map: "
         return f"{first}{cache}make its slowest stage cheaper, or do that work once, before training."
-    map_in_parallel = "" if parallel else ".map(f, num_parallel_calls=tf.data.AUTOTUNE)"
-    calls = f"dataset{map_in_parallel}{'' if prefetched else '.prefetch(tf.data.AUTOTUNE)'}"
-    sentence = " and ".join(missing)
-    return f"{sentence[0].upper()}{sentence[1:]}: {calls}{'.' if cached else '; .cache() what fits into memory.'}"
+    missing = " and ".join(["prefetch"] * (not prefetched) + ["prepare batches in parallel"] * (not parallel))
+    calls = "" if parallel else ".map(f, num_parallel_calls=tf.data.AUTOTUNE)"
+    calls += "" if prefetched else ".prefetch(tf.data.AUTOTUNE)"
+    return f"{missing.capitalize()}: dataset{calls}{'.' if cached else '; .cache() what fits into memory.'}"
 
 
 @recommendation("python", worth=0.1)
@@ -208,13 +220,12 @@ def _running_python(evidence: Evidence) -> Finding:
 
 def _eager_calls(evidence: Evidence) -> float:
     """How often Python calls TensorFlow in a step, on average, if no step calls a `tf.function`."""
-    calls = 0
-    for marker in evidence.trace.markers:
-        if any(
-            call.line == marker.line and marker.begin <= call.begin < marker.end for call in evidence.trace.functions
-        ):
+    calls, trace = 0, evidence.trace
+    for marker in trace.markers:
+        functions = [call.begin for call in trace.functions if call.line == marker.line]
+        if any(marker.begin <= begin < marker.end for begin in functions):
             return 0.0
-        calls += sum(marker.begin <= begin < marker.end for begin, _ in evidence.trace.python_calls[marker.line])
+        calls += sum(marker.begin <= begin < marker.end for begin, _ in trace.python_calls[marker.line])
     return calls / len(evidence.steps)
 
 
@@ -228,28 +239,26 @@ def _waiting_for_replicas(evidence: Evidence) -> Finding:
 
 @recommendation("recompute", worth=0.15)
 def _recomputing(evidence: Evidence) -> Finding:
-    part = evidence.part_of(LayerTime("", recompute=layer.recompute) for layer in evidence.layers)
+    share = evidence.share_of(LayerTime("", recompute=layer.recompute) for layer in evidence.layers)
     costliest = max(evidence.layers, key=lambda layer: layer.recompute, default=None)
     text = f"If memory allows, recompute fewer layers; {costliest.name} costs most." if costliest else ""
-    return Finding(evidence.share_of(part), "computes forward passes a second time", text)
+    return Finding(share, "computes forward passes a second time", text)
 
 
 @recommendation("optimizer", worth=0.3)
 def _updating(evidence: Evidence) -> Finding:
     """Time of the optimizer, which is the same for a batch of any size."""
-    times = [layer for layer in evidence.layers if layer.name == OPTIMIZER and not layer.is_layer]
     text = (
         f"{_compile_first(evidence)}Use larger batches, or {_update_less_often(evidence)}. An update takes as long for "
         "a batch of any size. Optimizers that keep less for each weight take less time: SGD, Lion."
     )
-    return Finding(evidence.share_of(evidence.part_of(times)), "updates the weights", text)
+    return Finding(evidence.share_of(evidence.outside(OPTIMIZER)), "updates the weights", text)
 
 
 @recommendation("loss", worth=0.2)
 def _computing_the_loss(evidence: Evidence) -> Finding:
     """Time of the loss's operations, outside of layers."""
-    part = evidence.part_of(layer for layer in evidence.layers if layer.name == LOSS and not layer.is_layer)
-    longest = next((layer for layer in evidence.layers if layer.is_layer), None)
+    longest = evidence.longest
     text = (
         f"{_compile_first(evidence)}Predict fewer classes, as of a smaller vocabulary, or fewer positions: the loss "
         "and the layer before it take time for each."
@@ -257,7 +266,7 @@ def _computing_the_loss(evidence: Evidence) -> Finding:
     detail = (
         f"; the layer that takes longest is {_named(longest)}, {evidence.part_of([longest]):.0%}" if longest else ""
     )
-    return Finding(evidence.share_of(part), "computes the loss", text, detail)
+    return Finding(evidence.share_of(evidence.outside(LOSS)), "computes the loss", text, detail)
 
 
 @recommendation("recurrent", worth=0.3)
@@ -280,7 +289,8 @@ def _recurring(evidence: Evidence) -> Finding:
         f"Use larger batches, or shorter sequences: {longest} computes one time step after another, {turns} in "
         f"all, which take less than twice as long for twice the rows.{cudnn if evidence.device_kind == 'GPU' else ''}"
     )
-    return Finding(evidence.share_of(sum(times.values())), "is in the loops of recurrent layers", text)
+    share = sum(times.values()) * evidence.shares["compute"]
+    return Finding(share, "is in the loops of recurrent layers", text)
 
 
 @recommendation("normalization", worth=0.25)
@@ -293,7 +303,7 @@ def _normalizing(evidence: Evidence) -> Finding:
         "all activations several times."
     )
     detail = f"; the longest is {layers[0].name}, {evidence.part_of(layers[:1]):.0%}" if layers else ""
-    return Finding(evidence.share_of(evidence.part_of(layers)), "normalizes activations", text, detail)
+    return Finding(evidence.share_of(layers), "normalizes activations", text, detail)
 
 
 def _update_less_often(evidence: Evidence) -> str:
@@ -303,10 +313,8 @@ def _update_less_often(evidence: Evidence) -> str:
 
 
 def _compile_first(evidence: Evidence) -> str:
-    """Advises XLA, which fuses small operations, where it is known to help."""
-    compiles = gains_from_xla(evidence.device_kind) and not evidence.run.jit
     how = "DistributedFit(jit=True)" if evidence.run.replicas > 1 else "model.compile(..., jit_compile=True)"
-    return f"Fuse the operations: {how}. " if compiles else ""
+    return f"Fuse the operations: {how}. " if evidence.gains_from_xla else ""
 
 
 def _named(layer: LayerTime) -> str:
@@ -330,28 +338,22 @@ def _waiting_for_stages(evidence: Evidence) -> Finding:
 @recommendation("host", worth=0.5)
 def _outside_of_operations(evidence: Evidence) -> Finding:
     """Time in which neither operations run nor input is awaited."""
-    shares = evidence.shares
-    # The two parts that the terminal and the report show.
-    cause = f"runs no operation: {shares['host']:.1%} on the host between operations, {shares['idle']:.1%} idle"
-    # Idle time is Python's.
-    return Finding(shares["host"] + shares["idle"], cause, _about_the_host(evidence))
-
-
-def _about_the_host(evidence: Evidence) -> str:
-    """Advice for steps that wait for the host to start operations."""
-    run = evidence.run
-    compiles = not run.jit and gains_from_xla(evidence.device_kind)
+    shares, run = evidence.shares, evidence.run
     if run.replicas > 1:
         # Keras alone can't compile a step across replicas, and several steps per call gain nothing there.
-        compiled = ", or train with DistributedFit(jit=True), which compiles the step" if compiles else ""
-        return f"Use larger batches per replica{compiled}."
-    if compiles:
-        return (
-            "Compile the step, or run several per call: model.compile(..., jit_compile=True, steps_per_execution=16)."
-        )
-    if run.steps_per_execution == 1:
-        return "Run several batches per call: model.compile(..., steps_per_execution=16); or use larger batches."
-    return "Use larger batches, so that operations take longer than the gaps between them."
+        text = "Use larger batches per replica."
+        if evidence.gains_from_xla:
+            text = "Use larger batches per replica, or compile the step: train with DistributedFit(jit=True)."
+    elif evidence.gains_from_xla:
+        how = "model.compile(..., jit_compile=True, steps_per_execution=16)"
+        text = f"Compile the step, or run several per call: {how}."
+    elif run.steps_per_execution == 1:
+        text = "Run several batches per call: model.compile(..., steps_per_execution=16); or use larger batches."
+    else:
+        text = "Use larger batches, so that operations take longer than the gaps between them."
+    # The two parts that the terminal and the report show. Idle time is Python's.
+    cause = f"runs no operation: {shares['host']:.1%} on the host between operations, {shares['idle']:.1%} idle"
+    return Finding(shares["host"] + shares["idle"], cause, text)
 
 
 def _about_computing(evidence: Evidence) -> Advice:
@@ -366,25 +368,18 @@ def _about_computing(evidence: Evidence) -> Advice:
     kind_of_first = VARIANT.sub("", first.kind)
     where = f"{kind_of_first} in {first.layer}" if first.layer else kind_of_first
     figures += f", {first.share:.0%} of operations' time is {where}"
-    layer = next((layer for layer in evidence.layers if layer.is_layer), None)
+    layer, run, kind = evidence.longest, evidence.run, evidence.device_kind
+    policy, _ = faster_policy(kind, [run.compute_capability] if kind == "GPU" else [])
+    measures = ["model.compile(..., jit_compile=True)"] if evidence.gains_from_xla else []
+    if policy and run.precision == "float32":
+        measures.append(f'keras.mixed_precision.set_global_policy("{policy}")')
+    if kind in ("GPU", "TPU") and not measures:
+        measures.append(f"train on more {kind}s, with DistributedFit")
     if layer:
         figures += f"; the layer that takes longest is {_named(layer)}, {evidence.part_of([layer]):.0%}"
-    measures = [*_faster_setups(evidence), *([_cheaper(evidence, layer)] if layer else [])]
+        measures.append(_cheaper(evidence, layer))
     text = "; or ".join(measures) or "compute less, or train on a GPU"
     return Advice("compute", f"The model itself takes the time: {text}.", figures)
-
-
-def _faster_setups(evidence: Evidence) -> list[str]:
-    """What makes a device compute the same model faster."""
-    run, kind = evidence.run, evidence.device_kind
-    policy, _ = faster_policy(kind, [run.compute_capability] if kind == "GPU" else [])
-    measures = [
-        "model.compile(..., jit_compile=True)" if gains_from_xla(kind) and not run.jit else "",
-        f'keras.mixed_precision.set_global_policy("{policy}")' if policy and run.precision == "float32" else "",
-    ]
-    if kind in ("GPU", "TPU") and not any(measures):
-        return [f"train on more {kind}s, with DistributedFit"]
-    return [measure for measure in measures if measure]
 
 
 def _cheaper(evidence: Evidence, layer: LayerTime) -> str:

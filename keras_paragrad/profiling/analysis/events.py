@@ -5,8 +5,9 @@ A line of a trace is a thread. A flow is an id that links a call to the work tha
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,80 +19,32 @@ NANOSECONDS = 1e6
 PYTHON_KINDS = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 
 
-@dataclass(frozen=True)
-class Marker:
-    """A step marker on a line; `stats` is its metadata by name."""
+class TraceEvent(NamedTuple):
+    """An event on a line.
+
+    Attributes:
+        begin, end: When it begins and ends.
+        line: The number of its line.
+        name: Its name.
+        stats: Its metadata by name, where they are read.
+        flow: The flow that it starts or ends.
+    """
 
     begin: float
     end: float
-    stats: dict[str, Any]
-    line: int
-
-
-@dataclass(frozen=True)
-class Pull:
-    """A request for a batch from an iterator, and whether it returned one."""
-
-    begin: float
-    filled: bool
-
-
-@dataclass(frozen=True)
-class Work:
-    """A thread's part in a function that another thread called."""
-
-    begin: float
-    end: float
-    line: int
-    flow: str
-
-
-@dataclass(frozen=True)
-class TracedCall:
-    """A function dispatched to other threads."""
-
-    begin: float
-    line: int
-    flow: str
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """An operation compiled by XLA and run on the CPU."""
-
-    name: str
-    begin: float
-    end: float
-    line: int
-
-
-class FunctionCall(NamedTuple):
-    """A call of a `tf.function`; `traced` is how often it had been traced when it returned."""
-
-    begin: float
-    end: float
-    line: int
-    traced: int
-
-
-class StageOperation(NamedTuple):
-    """An operation of a pipeline's stage, on a device that is numbered among the stage's as its column."""
-
-    stage: int
-    column: int
-    micro_batch: int
-    backward: bool
-    begin: float
-    end: float
+    line: int = 0
+    name: str = ""
+    stats: Mapping[str, Any] = MappingProxyType({})
+    flow: str = ""
 
 
 @dataclass
 class Trace:
     """The events of a trace that make up a training step."""
 
-    # Step markers, requests for batches, and waiting for these.
-    markers: list[Marker] = field(default_factory=list)
-    pulls: list[Pull] = field(default_factory=list)
+    # Step markers, requests for batches, which have an `element_size` if there was one, and waiting for these.
+    markers: list[TraceEvent] = field(default_factory=list)
+    pulls: list[TraceEvent] = field(default_factory=list)
     input: list[Span] = field(default_factory=list)
     # Operations on the CPU and on other devices, collectives, and of each device both.
     operations: list[Span] = field(default_factory=list)
@@ -110,17 +63,18 @@ class Trace:
     python_calls: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     lock_released: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     # Functions that were dispatched to other threads, and the parts of them that these ran.
-    calls: list[TracedCall] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
-    compiled: list[Compiled] = field(default_factory=list)
-    stages: list[StageOperation] = field(default_factory=list)
-    functions: list[FunctionCall] = field(default_factory=list)
-    # When, and on which thread, Python began to build the graph of a `tf.function`.
-    graphs: list[tuple[float, int]] = field(default_factory=list)
+    calls: list[TraceEvent] = field(default_factory=list)
+    work: list[TraceEvent] = field(default_factory=list)
+    # Operations that XLA compiled, on the CPU, and those of a pipeline's stages.
+    compiled: list[TraceEvent] = field(default_factory=list)
+    stages: list[TraceEvent] = field(default_factory=list)
+    # Calls of a `tf.function`, with the `tracing_count` at their end; and when Python builds the graph of one.
+    functions: list[TraceEvent] = field(default_factory=list)
+    graphs: list[TraceEvent] = field(default_factory=list)
     has_device: bool = False
 
     @property
-    def steps(self) -> list[Marker]:
+    def steps(self) -> list[TraceEvent]:
         """The markers of batches in order; without any, the markers of steps."""
         batches = [marker for marker in self.markers if "batch" in marker.stats]
         return sorted(batches or self.markers, key=lambda marker: marker.begin)
@@ -130,10 +84,10 @@ class Trace:
         """When the first step begins, in nanoseconds."""
         return min((marker.begin for marker in self.steps), default=0.0)
 
-    def compiling(self, line: int) -> list[FunctionCall]:
+    def compiling(self, line: int) -> list[TraceEvent]:
         """The outermost calls on a thread in which a function was traced and compiled."""
-        compiling: list[FunctionCall] = []
-        graphs = sorted(begin for begin, thread in self.graphs if thread == line)
+        compiling: list[TraceEvent] = []
+        graphs = sorted(graph.begin for graph in self.graphs if graph.line == line)
         calls = [call for call in self.functions if call.line == line]
         for call in sorted(calls, key=lambda call: (call.begin, -call.end)):
             is_inner = bool(compiling) and call.begin < compiling[-1].end

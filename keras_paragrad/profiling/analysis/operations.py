@@ -4,11 +4,11 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, Compiled
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, TraceEvent
 from keras_paragrad.profiling.analysis.trace import COLLECTIVE
 from keras_paragrad.profiling.summary import (
     COLLECTIVES,
@@ -46,21 +46,19 @@ class Operation(NamedTuple):
 
 def xprof_operations(file: Path, runs: Mapping[str, int]) -> list[Operation]:
     """The operations in an `.xplane.pb` file by xprof's `framework_op_stats`, without its row for idle time."""
-    tables = xprof_tool(file, "framework_op_stats") or []
-    rows = [row for table in tables[:1] for row in _rows(table)]
-    return [
-        Operation(
-            str(row["operation"]),
-            str(row["type"]),
-            # xprof counts an operation twice that the host's thread pool shares.
-            runs.get(f"{row['operation']}:{row['type']}", int(row["occurrences"])),
-            float(row["total_self_time"]) * 1e-3,
-            row["host_or_device"] == "Device",
-        )
-        for row in rows
+    table, operations = (xprof_tool(file, "framework_op_stats") or [{"cols": [], "rows": []}])[0], []
+    # By name, as the columns differ between versions.
+    names = [column["id"] for column in table["cols"]]
+    for cells in table["rows"]:
+        row = dict(zip(names, (cell["v"] for cell in cells["c"]), strict=False))
+        name, kind = str(row["operation"]), str(row["type"])
         # Only steps' calls of Python are among the runs, not the input pipeline's.
-        if row["type"] != "IDLE" and (row["type"] not in PYTHON_KINDS or f"{row['operation']}:{row['type']}" in runs)
-    ]
+        if kind != "IDLE" and (kind not in PYTHON_KINDS or f"{name}:{kind}" in runs):
+            # xprof counts an operation twice that the host's thread pool shares.
+            times = runs.get(f"{name}:{kind}", int(row["occurrences"]))
+            milliseconds, on_device = float(row["total_self_time"]) * 1e-3, row["host_or_device"] == "Device"
+            operations.append(Operation(name, kind, times, milliseconds, on_device))
+    return operations
 
 
 def xprof_tool(file: Path, tool: str) -> Any:
@@ -75,19 +73,12 @@ def xprof_tool(file: Path, tool: str) -> Any:
     return json.loads(output) if output else None
 
 
-def _rows(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    # By name, as the columns differ between versions.
-    names = [column["id"] for column in table["cols"]]
-    for row in table["rows"]:
-        yield dict(zip(names, (cell["v"] for cell in row["c"]), strict=False))
-
-
-def compiled_operations(compiled: list[Compiled]) -> list[Operation]:
+def compiled_operations(compiled: list[TraceEvent]) -> list[Operation]:
     """Self times of the operations compiled by XLA and run on the CPU, which xprof omits from its table."""
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     # The runs around the current one, outermost first. A run's time isn't self time of the one around it.
-    stack: list[Compiled] = []
+    stack: list[TraceEvent] = []
     for run in sorted(compiled, key=lambda run: (run.line, run.begin, -run.end)):
         while stack and (stack[-1].line != run.line or stack[-1].end <= run.begin):
             stack.pop()
@@ -114,15 +105,8 @@ def longest_operations(operations: list[Operation], layers: Collection[str]) -> 
     names = LayerNames(layers, [operation.name for operation in chosen])
     chosen.sort(key=lambda operation: -operation.milliseconds)
     return tuple(
-        OperationTime(
-            operation.name,
-            operation.kind,
-            names.of(operation.name),
-            operation.times,
-            operation.milliseconds,
-            operation.milliseconds / total,
-        )
-        for operation in chosen[:MOST]
+        OperationTime(name, kind, names.of(name), times, milliseconds, milliseconds / total)
+        for name, kind, times, milliseconds, _ in chosen[:MOST]
     )
 
 
@@ -134,11 +118,7 @@ def input_stages(operations: Sequence[Operation]) -> frozenset[str]:
 
 def slowest_input_stage(operations: Sequence[Operation]) -> str:
     """The stage of the input pipeline with the most self time, or `""` without a pipeline."""
-    stages = [
-        operation
-        for operation in operations
-        if operation.kind == "Dataset" and not operation.name.endswith(_WAITING_STAGES)
-    ]
+    stages = [one for one in operations if one.kind == "Dataset" and not one.name.endswith(_WAITING_STAGES)]
     return max(stages, key=lambda stage: stage.milliseconds).name.rpartition("::")[2] if stages else ""
 
 
@@ -184,13 +164,11 @@ def layer_times(operations: Sequence[Operation], layers: Collection[str], optimi
         key = (layer, True) if layer else (_part_without_layer(operation, scopes, optimizers), False)
         times[key][_pass_of(scopes) if layer or key[0] == LOSS else "other"] += operation.milliseconds
     kinds: Mapping[str, str] = layers if isinstance(layers, Mapping) else {}
-    found = [
-        LayerTime(name, is_layer=is_layer, kind=kinds.get(name, "") if is_layer else "", **passes)
-        for (name, is_layer), passes in times.items()
-    ]
-    if not any(layer.is_layer for layer in found):
-        return ()
-    return tuple(sorted(found, key=lambda layer: -layer.total))
+    found = []
+    for (name, is_layer), passes in times.items():
+        found.append(LayerTime(name, is_layer=is_layer, kind=kinds.get(name, "") if is_layer else "", **passes))
+    found.sort(key=lambda layer: -layer.total)
+    return tuple(found) if any(layer.is_layer for layer in found) else ()
 
 
 def kind_times(operations: Sequence[Operation]) -> tuple[KindTime, ...]:

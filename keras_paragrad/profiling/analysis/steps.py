@@ -6,21 +6,12 @@ A line of a trace is a thread, and a span is the beginning and the end of an eve
 import bisect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from keras_paragrad.profiling.analysis.events import (
-    NANOSECONDS,
-    Coverage,
-    Marker,
-    Pull,
-    Span,
-    StageOperation,
-    Trace,
-    TracedCall,
-    Work,
-)
-from keras_paragrad.profiling.summary import Communication, PipelineTime, StageWork, StepTime
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, Coverage, Span, Trace, TraceEvent
+from keras_paragrad.profiling.analysis.trace import STAGE
+from keras_paragrad.profiling.summary import Communication, PipelineTime, StepTime
 
 # After a thread has waited this long for the interpreter lock, another releases it (`sys.getswitchinterval`); in
 # nanoseconds.
@@ -55,7 +46,7 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
 
 def _work_of(trace: Trace, line: int) -> list[Span]:
     """The work of other threads in functions that a thread called, directly or indirectly."""
-    work: dict[str, list[Work]] = defaultdict(list)
+    work: dict[str, list[TraceEvent]] = defaultdict(list)
     for part in trace.work:
         work[part.flow].append(part)
     # Calls made within work that was found have started more work.
@@ -76,7 +67,7 @@ def _work_of(trace: Trace, line: int) -> list[Span]:
     return [(part.begin, part.end) for part in started]
 
 
-def _pop_work(calls: list[TracedCall], work: dict[str, list[Work]]) -> list[Work]:
+def _pop_work(calls: list[TraceEvent], work: dict[str, list[TraceEvent]]) -> list[TraceEvent]:
     return [part for call in calls for part in work.pop(call.flow, [])]
 
 
@@ -109,14 +100,14 @@ class _Batch(NamedTuple):
     end: float
 
 
-def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[_Batch]:
+def _batches(marker: TraceEvent, pulls: list[TraceEvent]) -> Iterator[_Batch]:
     """The batches of one marker that ran; one marker can cover several."""
     stats = marker.stats
     first = int(stats.get("batch", stats.get("step_num", 0)))
     requested = int(stats.get("count", 1))
     begins = [pull.begin for pull in pulls]
     inside = pulls[bisect.bisect_left(begins, marker.begin) : bisect.bisect_left(begins, marker.end)]
-    filled = [pull.begin for pull in inside if pull.filled]
+    filled = [pull.begin for pull in inside if "element_size" in pull.stats]
     if inside and not filled:
         # The data had ended.
         return
@@ -134,7 +125,7 @@ def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[_Batch]:
         yield _Batch(first + index, _update(stats, index), begin, end)
 
 
-def _update(stats: dict[str, str], index: int) -> int | None:
+def _update(stats: Mapping[str, str], index: int) -> int | None:
     """The update of a marker's batch: its first `left` batches complete the current one."""
     if "update" not in stats:
         return None
@@ -142,7 +133,7 @@ def _update(stats: dict[str, str], index: int) -> int | None:
     return int(stats["update"]) + (0 if index < left else 1 + (index - left) // per_update)
 
 
-def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
+def _parts_on(trace: Trace, line: int, markers: list[TraceEvent]) -> Parts:
     """Makes the function that splits the time of a thread's steps into parts."""
     steps = [(marker.begin, marker.end) for marker in markers if marker.line == line]
     host = _host_work(trace, line, steps)
@@ -209,74 +200,34 @@ def _clip(spans: list[Span], steps: list[Span]) -> list[Span]:
     return clipped
 
 
-# Operations of a micro-batch with a gap below this fraction of the step are drawn as one.
-_GAP = 1 / 250
-
-
-def pipeline_time(
-    operations: Sequence[StageOperation], steps: Sequence[StepTime], origin: float
-) -> PipelineTime | None:
+def pipeline_time(operations: Sequence[TraceEvent], steps: Sequence[StepTime], origin: float) -> PipelineTime | None:
     """How the stages overlap, or `None` if there are none.
 
     Example:
 
-    >>> from keras_paragrad.profiling.analysis.events import StageOperation
+    >>> from keras_paragrad.profiling.analysis.events import TraceEvent
     >>> from keras_paragrad.profiling.summary import StepTime
-    >>> forward = [StageOperation(stage, 0, part, False, 1e6 * (stage + part), 1e6 * (stage + part + 1))
+    >>> name = "pipeline_stage_{}_column_0_micro_batch_{}/MatMul"
+    >>> forward = [TraceEvent(1e6 * (stage + part), 1e6 * (stage + part + 1), name=name.format(stage, part))
     ...            for stage in range(2) for part in range(3)]
     >>> times = pipeline_time(forward, [StepTime(0, 0, 0.0, 4.0)], 0.0)
     >>> times.bubble, times.ideal
     (0.25, 0.25)
     """
-    # By step, its operations.
-    by_step: list[tuple[StepTime, list[StageOperation]]] = []
+    by_device: dict[tuple[int, int], list[TraceEvent]] = defaultdict(list)
+    stages = columns = parts = 0
+    for operation in operations:
+        stage, column, part = map(int, STAGE.findall(operation.name)[0])
+        by_device[stage, column].append(operation)
+        stages, columns, parts = max(stages, stage + 1), max(columns, column + 1), max(parts, part + 1)
+    busy, total = 0.0, 0.0
     for step in steps:
         begin = origin + NANOSECONDS * step.begins
-        inside = [one for one in operations if begin <= one.begin < begin + NANOSECONDS * step.duration]
-        by_step += [(step, inside)] if inside else []
-    if not by_step:
-        return None
-    # Devices, by stage and column.
-    lanes = {(operation.stage, operation.column) for _, inside in by_step for operation in inside}
-    stages, columns = 1 + max(stage for stage, _ in lanes), 1 + max(column for _, column in lanes)
-    microbatches = 1 + max(operation.micro_batch for _, inside in by_step for operation in inside)
-    busy, spans = 0.0, []
-    for _, inside in by_step:
-        spans.append((min(one.begin for one in inside), max(one.end for one in inside)))
-        for lane in lanes:
-            busy += Coverage((one.begin, one.end) for one in inside if (one.stage, one.column) == lane).total
-    total = len(lanes) * sum(end - begin for begin, end in spans)
-    by_length = sorted(zip(spans, by_step, strict=True), key=lambda pair: pair[0][1] - pair[0][0])
-    (begin, end), (step, inside) = by_length[len(by_length) // 2]
-    passes = -(-microbatches // columns)
-    return PipelineTime(
-        stages,
-        columns,
-        microbatches,
-        bubble=1 - busy / total if total else 0.0,
-        ideal=(stages - 1) / (passes + stages - 1),
-        step=step.step,
-        duration=(end - begin) / NANOSECONDS,
-        work=tuple(_work(inside, begin, _GAP * (end - begin))),
-    )
-
-
-def _work(operations: Iterable[StageOperation], origin: float, gap: float) -> list[StageWork]:
-    """Joins operations of the same micro-batch into intervals."""
-    work = []
-    # By stage, column, micro-batch and pass.
-    ordered = sorted(operations, key=lambda operation: (operation[:4], operation.begin))
-    for key, group in itertools.groupby(ordered, key=lambda operation: operation[:4]):
-        intervals: list[list[float]] = []
-        for operation in group:
-            if intervals and operation.begin <= intervals[-1][1] + gap:
-                intervals[-1][1] = max(intervals[-1][1], operation.end)
-            else:
-                intervals.append([operation.begin, operation.end])
-        work += [
-            StageWork(*key, round((begin - origin) / NANOSECONDS, 4), round((end - begin) / NANOSECONDS, 4))
-            for begin, end in intervals
-            # Constants and reads of variables are too short to draw, and wait for nothing.
-            if end - begin > gap / 4
-        ]
-    return work
+        end = begin + NANOSECONDS * step.duration
+        spans = [[one[:2] for one in of_device if begin <= one.begin < end] for of_device in by_device.values()]
+        together = Coverage(span for of_device in spans for span in of_device)
+        if together.total:
+            busy += sum(Coverage(of_device).total for of_device in spans)
+            total += len(spans) * float(together.ends[-1] - together.begins[0])
+    ideal = (stages - 1) / (-(-parts // columns) + stages - 1) if stages > 1 else 0.0
+    return PipelineTime(stages, parts, bubble=1 - busy / total, ideal=ideal) if total else None

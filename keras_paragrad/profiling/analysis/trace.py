@@ -4,32 +4,20 @@ A plane of a trace is a device or the host, and a line of a plane is a thread, o
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from keras_paragrad.extras import require
-from keras_paragrad.profiling.analysis.events import (
-    PYTHON_KINDS,
-    Compiled,
-    FunctionCall,
-    Marker,
-    Pull,
-    Span,
-    StageOperation,
-    Trace,
-    TracedCall,
-    Work,
-)
+from keras_paragrad.profiling.analysis.events import PYTHON_KINDS, Span, Trace, TraceEvent
 
 TRACES = "*.xplane.pb"
 # The profiler's device names, and the lines of a device that hold operations rather than what encloses them.
 _DEVICE = re.compile(r"/device:(GPU|TPU):\d+")
 _DEVICE_LINES = re.compile(r"Stream|XLA Ops")
 _OPERATION = re.compile(r"[A-Za-z0-9.][\w.\\/>-]*:([A-Za-z_]\w*)$")
-# `engine/pipeline` writes this into the names of a pipeline's operations.
-_STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)_micro_batch_(\d+)")
-_BACKWARD = "gradient_tape/"
+# `engine/pipeline` writes a stage, the column of its device and a micro-batch into names of operations.
+STAGE = re.compile(r"pipeline_stage_(\d+)_column_(\d+)_micro_batch_(\d+)")
 # While Python builds the graph of a `tf.function`.
 _GRAPH = "tf.function-graph_building"
 COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
@@ -39,13 +27,15 @@ _ENCLOSING = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: "
 # A flow links an event that dispatches work to another thread with the event that runs it there. Each has the flow's
 # type and id in its statistics, under these names.
 _PRODUCER, _CONSUMER = ("_pt", "_p"), ("_ct", "_c")
+# The roles of events whose flow is read.
+_FLOWS = {"calls": _PRODUCER, "work": _CONSUMER}
 # A call from Python into TensorFlow, and its part that runs with the interpreter lock released.
 _FROM_PYTHON, _LOCK_RELEASED = "TFE_Py_", "EagerExecute"
 # The input pipeline's threads, which run concurrently with the step, and the ones among them that aren't read.
 _PIPELINE_LINES, _UNREAD_LINES = "tf_data", "tf_data_iterator_resource"
 
 
-class _Event(Protocol):
+class _Read(Protocol):
     """An event as xprof reads it."""
 
     name: str
@@ -99,8 +89,12 @@ def _read_host(trace: Trace, plane: Any) -> None:
     for number, line in enumerate(plane.lines):
         if line.name.startswith(_UNREAD_LINES):
             continue
-        for roles, event in _events_by_role(line):
-            for role in roles:
+        # Found once for each name, as reading an event's statistics is slow.
+        known: dict[str, set[str]] = {}
+        for event in line.events:
+            if event.name not in known:
+                known[event.name] = _roles(event, line.name.startswith(_PIPELINE_LINES))
+            for role in known[event.name]:
                 if role == "collective_call":
                     called[_flow(event, _PRODUCER)] = event.start_ns
                 elif role == "collective_end":
@@ -111,59 +105,38 @@ def _read_host(trace: Trace, plane: Any) -> None:
     trace.collective += [(begin, done[flow]) for flow, begin in called.items() if flow in done]
 
 
-def _add(trace: Trace, role: str, event: _Event, line: int) -> None:
+def _add(trace: Trace, role: str, event: _Read, line: int) -> None:
     """Adds an event on a line to the list of the trace that is named as its role."""
-    span = _span(event)
-    if role == "markers":
-        trace.markers.append(Marker(*span, dict(event.stats), line))
-    elif role == "calls":
-        trace.calls.append(TracedCall(span[0], line, _flow(event, _PRODUCER)))
-    elif role == "work":
-        trace.work.append(Work(*span, line, _flow(event, _CONSUMER)))
-    elif role == "pulls":
-        trace.pulls.append(Pull(span[0], "element_size" in dict(event.stats)))
-    elif role == "compiled":
-        trace.operations.append(span)
-        trace.compiled.append(Compiled(event.name, *span, line))
-    elif role == "functions":
+    found, span = getattr(trace, role), _span(event)
+    if role in _FLOWS:
+        found.append(TraceEvent(*span, line, flow=_flow(event, _FLOWS[role])))
+    elif role in ("markers", "pulls", "functions", "graphs", "compiled", "stages"):
+        # Reading statistics is slow.
+        stats = dict(event.stats) if role in ("markers", "pulls", "functions") else {}
         # A call that failed, as at the end of data, lacks the statistic.
-        if (traced := dict(event.stats).get("tracing_count")) is not None:
-            trace.functions.append(FunctionCall(*span, line, int(traced)))
-    elif role == "graphs":
-        trace.graphs.append((span[0], line))
-    elif role == "stages":
-        stage, column, micro_batch = map(int, _STAGE.findall(event.name)[0])
-        trace.stages.append(StageOperation(stage, column, micro_batch, event.name.startswith(_BACKWARD), *span))
+        if role != "functions" or "tracing_count" in stats:
+            found.append(TraceEvent(*span, line, event.name, stats))
     elif role in ("host", "python_calls", "lock_released"):
-        getattr(trace, role)[line].append(span)
+        found[line].append(span)
     else:
-        getattr(trace, role).append(span)
-        if role in ("operations", "collective"):
-            trace.runs[event.name] += 1
+        found.append(span)
+    if role == "compiled":
+        trace.operations.append(span)
+    elif role in ("operations", "collective"):
+        trace.runs[event.name] += 1
 
 
-def _flow(event: _Event, names: tuple[str, str]) -> str:
+def _flow(event: _Read, names: tuple[str, str]) -> str:
     """The flow that an event starts or ends, as text; `names` are `_PRODUCER` or `_CONSUMER`."""
     stats = dict(event.stats)
     return ":".join(str(stats.get(name, "")) for name in names)
 
 
-def _span(event: _Event) -> Span:
+def _span(event: _Read) -> Span:
     return event.start_ns, event.start_ns + event.duration_ns
 
 
-def _events_by_role(line: Any) -> Iterator[tuple[set[str], _Event]]:
-    """A line's events with their roles, found once for each name, as reading an event's statistics is slow."""
-    known: dict[str, set[str]] = {}
-    for event in line.events:
-        roles = known.get(event.name)
-        if roles is None:
-            roles = known[event.name] = _roles(event, line.name.startswith(_PIPELINE_LINES))
-        if roles:
-            yield roles, event
-
-
-def _roles(event: _Event, in_pipeline: bool) -> set[str]:
+def _roles(event: _Read, in_pipeline: bool) -> set[str]:
     """The roles of an event, of which it may have none or several: lists of a `Trace`, and the ends of collectives.
 
     `in_pipeline`: whether a thread of the input pipeline runs it.
@@ -191,7 +164,7 @@ def _roles(event: _Event, in_pipeline: bool) -> set[str]:
         roles.add("calls")
     if _CONSUMER[1] in stats:
         roles.add("work")
-    if "operations" in roles and _STAGE.search(event.name):
+    if "operations" in roles and STAGE.search(event.name):
         roles.add("stages")
     return roles | {"host"}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_paragrad.profiling.report.lanes import layers_chart, stages_chart
 from keras_paragrad.profiling.report.lines import (
     MOST_LINES,
     Block,
@@ -22,7 +21,9 @@ from keras_paragrad.profiling.report.lines import (
 )
 from keras_paragrad.profiling.report.runs import ProfiledWindow, Run, Series
 from keras_paragrad.profiling.summary import (
+    COLLECTIVES,
     PARTS,
+    PASSES,
     VARIANT,
     ProfileSummary,
     RunInfo,
@@ -33,6 +34,7 @@ from keras_paragrad.profiling.summary import (
 MOST_BARS = 60
 MOST_DETAILED = 3
 MOST_OPERATIONS, MOST_KINDS = 15, 12
+MOST_TIMED_LAYERS, _MOST_LAYER_BARS = 50, 15
 # Compiler-generated names can be arbitrarily long.
 _LONGEST_NAME = 500
 _UNKNOWN = "n/a"
@@ -172,13 +174,8 @@ def _time(windows: Sequence[ProfiledWindow]) -> list[Block]:
         ]
     blocks: list[Block] = []
     if len(windows) > 1:
-        heads = {
-            "window": "",
-            "batches": "count",
-            "median": "ms",
-            "95th percentile": "ms",
-            **dict.fromkeys(PARTS, "share"),
-        }
+        heads = {"window": "", "batches": "count", "median": "ms", "95th percentile": "ms"}
+        heads |= dict.fromkeys(PARTS, "share")
         rows = []
         for window in windows:
             found = _figures(window.summary.steps) or {"count": 0, "median": None, "p95": None, "shares": {}}
@@ -203,26 +200,20 @@ def _window(window: ProfiledWindow) -> Block:
         rows = [(one.step, one.update, one.duration, *(getattr(one, part) for part in PARTS)) for one in steps]
         blocks.append({"type": "shares", "shares": figures["shares"]})
         if found := summary.communication:
-            blocks.append(
-                _text(
-                    *(
-                        "Collectives take ",
-                        (found.milliseconds / batches, "ms"),
-                        " per batch. ",
-                        (found.share, "share"),
-                    ),
-                    " of this time is hidden: meanwhile the same device computes. The times above leave it out.",
-                )
-            )
+            per_batch, share = (found.milliseconds / batches, "ms"), (found.share, "share")
+            hidden = " of this time is hidden: meanwhile the same device computes. The times above leave it out."
+            blocks.append(_text("Collectives take ", per_batch, " per batch. ", share, hidden))
         blocks.append({"type": "steps", **figures, "steps": rows})
-        if summary.pipeline:
-            blocks.append(stages_chart(summary.pipeline))
+        if times := summary.pipeline:
+            waits = ("Stages wait ", (times.bubble, "share"), " of the time between their first and last operation, ")
+            ideal = (f"over all batches. {times.stages} stages of equal time would wait ", (times.ideal, "share"))
+            blocks.append(_text(*waits, *ideal, f" with {times.microbatches} micro-batches."))
     else:
         blocks.append(_text("This trace shows no steps.", kind=""))
     per_batch = " per batch" if figures else ""
     peaks = [(device, peak) for device, peak in summary.peak_memory.items() if peak is not None]
     charts = [
-        layers_chart(summary),
+        _layers(summary),
         _kinds(summary, f"self time{per_batch}", batches),
         _memory(summary),
         _table("Peak memory", {"device": "", "peak": "B"}, peaks) if peaks else None,
@@ -232,17 +223,10 @@ def _window(window: ProfiledWindow) -> Block:
     if summary.operations:
         heads = {"operation": "", f"self time{per_batch}": "ms", "share": "share"}
         heads |= {"runs in the window": "count", "type": "", "layer": ""}
-        rows = [
-            (
-                _shorten(one.name),
-                summary.per_step(one),
-                one.share,
-                one.count,
-                VARIANT.sub("", one.kind),
-                one.layer or None,
-            )
-            for one in summary.operations[:MOST_OPERATIONS]
-        ]
+        rows = []
+        for one in summary.operations[:MOST_OPERATIONS]:
+            figures = (summary.per_step(one), one.share, one.count)
+            rows.append((_shorten(one.name), *figures, VARIANT.sub("", one.kind), one.layer or None))
         blocks.append(_table("Operations that took longest", heads, rows, "operations", meter=2))
     if summary.notes:
         blocks.append({"type": "notes", "notes": summary.notes})
@@ -253,6 +237,46 @@ def _shorten(name: str) -> str:
     """Elides the middle of a very long name."""
     half = _LONGEST_NAME // 2
     return name if len(name) <= _LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
+
+
+def _layers(summary: ProfileSummary) -> Block | None:
+    """The layers that take longest, each as a lane of its passes; `None` if the trace names no layer.
+
+    A box of a lane is a pass and its milliseconds.
+    """
+    # Waiting for other replicas would dwarf the layers' times.
+    layers = [layer for layer in summary.layers if layer.is_layer or layer.name != COLLECTIVES]
+    if not layers:
+        return None
+    batches, total = len(summary.steps) or 1, sum(layer.total for layer in layers) or 1.0
+    # By layer, milliseconds of each pass.
+    times = [[getattr(layer, name) / batches or None for name in PASSES] for layer in layers]
+    lanes = [
+        {
+            "name": layer.name,
+            "apart": not layer.is_layer,
+            "boxes": [(name, time) for name, time in zip(PASSES, passes, strict=True) if time],
+        }
+        for layer, passes in zip(layers[:_MOST_LAYER_BARS], times, strict=False)
+    ]
+    note = "Times of concurrent threads and devices are summed."
+    if len(lanes) < len(layers):
+        listed = "all" if len(layers) <= MOST_TIMED_LAYERS else f"{MOST_TIMED_LAYERS} of them"
+        note += f" The chart shows {len(lanes)} of {len(layers):,} layers; the table lists {listed}."
+    if any(not layer.is_layer for layer in layers):
+        note += " Entries in italics belong to no layer, or can't be attributed to one, such as custom gradients."
+    return {
+        "type": "lanes",
+        "title": f"Time {'per batch' if summary.steps else 'in the window'} by layer",
+        "lanes": lanes,
+        "kinds": [name for column, name in enumerate(PASSES) if any(passes[column] for passes in times)],
+        "heads": [("layer", ""), ("total", "ms"), *((name, "ms") for name in PASSES), ("share", "share")],
+        "rows": [
+            (layer.name, layer.total / batches, *passes, layer.total / total)
+            for layer, passes in zip(layers[:MOST_TIMED_LAYERS], times, strict=False)
+        ],
+        "note": note,
+    }
 
 
 def _kinds(summary: ProfileSummary, time: str, batches: int) -> Block | None:
@@ -277,19 +301,11 @@ def _memory(summary: ProfileSummary) -> Block | None:
 
 def _throughput(run: Run) -> list[Block]:
     excluded = [series for series in run.throughput if series.quantity in _EXCLUDED and not series.name]
-    marks = [
-        {
-            "kind": one.quantity,
-            "name": _EXCLUDED[one.quantity],
-            "seconds": one.finite.sum(),
-            "steps": one.steps[select_points(one.values)],
-        }
-        for one in excluded
-    ]
-    charts = [
-        *model_charts(run.throughput, _SPEED_CHARTS, marks=marks),
-        *model_charts(run.throughput, _THROUGHPUT_CHARTS),
-    ]
+    marks = []
+    for one in excluded:
+        named = {"kind": one.quantity, "name": _EXCLUDED[one.quantity]}
+        marks.append({**named, "seconds": one.finite.sum(), "steps": one.steps[select_points(one.values)]})
+    charts = model_charts(run.throughput, _SPEED_CHARTS, marks=marks) + model_charts(run.throughput, _THROUGHPUT_CHARTS)
     blocks: list[Block] = [{"type": "charts", "blocks": charts}] if charts else []
     if run.retraces:
         heads = {"update": "", "function": "", "shapes": ""}

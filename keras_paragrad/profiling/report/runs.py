@@ -69,24 +69,26 @@ def read_run(folder: Path) -> Run:
         raise FileNotFoundError(f"{folder} {problem}. Pass the log_dir of Profiler.")
     notes: list[str] = []
     windows = _windows(folder, notes)
-    telemetry, throughput = (_series(folder, name, notes) for name in ("telemetry", "throughput"))
-    if not windows and not telemetry and not throughput:
-        raise FileNotFoundError(_nothing_to_report(folder, notes))
-    retraces, retrace_count = read_retraces(folder)
-    name = folder.resolve().name
-    info = _run_info(folder, windows)
-    telemetry = drop_uninformative(telemetry)
-    return Run(name, info, windows, telemetry, throughput, retraces, retrace_count, tuple(notes))
-
-
-def _nothing_to_report(folder: Path, notes: list[str]) -> str:
-    """The error for a folder without anything to report on."""
-    if notes:
-        return f"There is nothing in {folder} to report on. {' '.join(notes)}"
-    return (
-        f"There is no trace in {folder}: no file {TRACES} in it or in a folder below, nor telemetry.csv or "
-        "throughput.csv. Train with callbacks=[Profiler(log_dir)], or pass the log_dir that it was given."
-    )
+    found: dict[str, tuple[Series, ...]] = {"telemetry": (), "throughput": ()}
+    for name in found:
+        try:
+            found[name] = read_series(folder, name)
+        except (OSError, ValueError) as error:
+            notes.append(f"{name} can't be read ({type(error).__name__}: {error}).")
+    if not windows and not any(found.values()):
+        raise FileNotFoundError(
+            f"There is nothing in {folder} to report on. {' '.join(notes)}"
+            if notes
+            else f"There is no trace in {folder}: no file {TRACES} in it or in a folder below, nor telemetry.csv or "
+            "throughput.csv. Train with callbacks=[Profiler(log_dir)], or pass the log_dir that it was given."
+        )
+    try:
+        info = RunInfo.from_dict(read_json((folder / "run.json").read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        info = windows[-1].summary.run if windows else RunInfo()
+    retraces, count = read_retraces(folder)
+    telemetry, throughput = drop_uninformative(found["telemetry"]), found["throughput"]
+    return Run(folder.resolve().name, info, windows, telemetry, throughput, retraces, count, tuple(notes))
 
 
 def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
@@ -94,10 +96,11 @@ def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
     found = sorted({path.parent for pattern in (TRACES, SUMMARY) for path in folder.rglob(pattern)})
     # A window still being traced, or whose run was killed, is in a hidden folder.
     traces = [trace for trace in found if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
-    runs = sorted({_relative(trace, folder).partition(PROFILES)[0] or "./" for trace in traces})
+    names = {trace: trace.relative_to(folder).as_posix() for trace in traces}
+    runs = sorted({name.partition(PROFILES)[0] or "./" for name in names.values()})
     if len(runs) > 1:
-        names = ", ".join(runs[:MOST_ANALYSED]) + (" and more" if len(runs) > MOST_ANALYSED else "")
-        notes.append(f"There are several runs: {names}. To see the telemetry of one, pass its folder.")
+        listed = ", ".join(runs[:MOST_ANALYSED]) + (" and more" if len(runs) > MOST_ANALYSED else "")
+        notes.append(f"There are several runs: {listed}. To see the telemetry of one, pass its folder.")
     if len(traces) > MOST_WINDOWS:
         notes.append(f"There are {len(traces)} traces; the {MOST_WINDOWS} newest are shown.")
     traces = traces[-MOST_WINDOWS:]
@@ -106,14 +109,9 @@ def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
         notes.append(
             f"{len(unsummarized)} traces have no summary beside them; the {MOST_ANALYSED} newest of these are shown."
         )
-    left_out = unsummarized[:-MOST_ANALYSED]
-    summaries = {trace: _summary(trace, notes) for trace in traces if trace not in left_out}
-    names = {trace: _relative(trace, folder).removeprefix(PROFILES) for trace in summaries}
-    return tuple(ProfiledWindow(names[trace], summary) for trace, summary in summaries.items() if summary)
-
-
-def _relative(trace: Path, folder: Path) -> str:
-    return trace.relative_to(folder).as_posix()
+    analysed = [trace for trace in traces if trace not in unsummarized[:-MOST_ANALYSED]]
+    windows = [(names[trace].removeprefix(PROFILES), _summary(trace, notes)) for trace in analysed]
+    return tuple(ProfiledWindow(name, summary) for name, summary in windows if summary)
 
 
 def _summary(trace: Path, notes: list[str]) -> ProfileSummary | None:
@@ -133,23 +131,6 @@ def _summary(trace: Path, notes: list[str]) -> ProfileSummary | None:
     except Exception as error:
         notes.append(f"The trace {trace.name} can't be analysed ({type(error).__name__}: {error}).")
         return None
-
-
-def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
-    """The series of a file; adds a note if it can't be read."""
-    try:
-        return read_series(folder, name)
-    except (OSError, ValueError) as error:
-        notes.append(f"{name} can't be read ({type(error).__name__}: {error}).")
-        return ()
-
-
-def _run_info(folder: Path, windows: tuple[ProfiledWindow, ...]) -> RunInfo:
-    """The run's description, from `run.json` or else from the newest window."""
-    try:
-        return RunInfo.from_dict(read_json((folder / "run.json").read_text("utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return windows[-1].summary.run if windows else RunInfo()
 
 
 def read_series(folder: Path, name: str) -> tuple[Series, ...]:

@@ -103,7 +103,7 @@
   // one. A stop is where it has values: `at` is its place from 0 to 1, `words` what is there. Zoomed ranges begin and end
   // at multiples of 1 / `grain`, and `ticks` are the marks of one. `points` are places and heights.
   const figure = chart => {
-    const {kind, title, label, marks, y, unit, grain, stops, ticks, points, shapes, around = [], rows, wide = false} = chart;
+    const {kind, title, label, marks, y, unit, grain, stops, ticks, points, shapes, around = [], rows} = chart;
     const up = svg("g", {}, (y?.marks ?? []).map(value => {
       const place = percent(1 - y.at(value));
       return [
@@ -127,7 +127,7 @@
     );
     const tip = html("p", {class: "tip", role: "status"});
     const reset = html("button", {type: "button"}, "whole range");
-    const frame = html("div", {class: `plot-frame${wide ? " wide" : ""}`}, plot, tip, reset);
+    const frame = html("div", {class: "plot-frame"}, plot, tip, reset);
     let from = 0, to = 1, bottom = 0, top = 1, current = null, began = null;
 
     const hide = () => {
@@ -396,48 +396,36 @@
     });
   };
 
-  // Bars one below the other, along an axis of time; their names are to their left, or `above` them.
-  const lanes = ({title, lanes, above, legend: kinds, heads, rows, note}) => {
-    // A box is its kind, its length in milliseconds and its name; and when it begins, if not where the last one ends.
-    const placed = lanes.map(({boxes}) => {
-      let end = 0;
-      return boxes.map(([kind, length, name, begin = end, number]) => ({kind, length, name, begin, number, end: end = begin + length}));
-    });
-    const x = axisOf(placed.flat().map(({end}) => end), "ms");
+  // Bars one below the other, along an axis of time, each with its name above.
+  const lanes = ({title, lanes, kinds, heads, rows, note}) => {
+    const x = axisOf(lanes.map(({boxes}) => boxes.reduce((sum, [, length]) => sum + length, 0)), "ms");
     const stops = [], around = [];
-    const shapes = placed.map((boxes, index) => {
-      const {name, apart} = lanes[index];
-      // A name above has the upper half.
-      const [top, tall] = (above ? [0.45, 0.45] : [0.1, 0.8]).map(part => part / lanes.length);
-      const [y, height, middle] = [index / lanes.length + top, tall, index / lanes.length + top + tall / 2];
-      around.push(above
-        ? svg("text", {class: `lane-name${apart ? " apart" : ""}`, x: 2, y: percent((index + 0.25) / lanes.length), dy: "0.35em"}, name)
-        : svg("text", {class: "tick", x: -8, y: percent(middle), dy: "0.35em", "text-anchor": "end"}, name));
-      return svg("g", {}, boxes.map((one, number) => {
-        const left = x.at(one.begin), width = x.at(one.end) - left;
-        const shape = svg("rect", {class: `part ${one.kind}`, x: percent(left), y: percent(y), width: percent(width), height: percent(height)});
-        stops.push({at: left + width / 2, words: () => [`${name}, ${one.name}: ${write(one.length, "ms")}`], shape});
-        // A CPU may compute several micro-batches at once, whose boxes overlap.
-        const center = (one.begin + one.end) / 2;
-        const hidden = boxes.slice(number + 1).some(({begin, end}) => begin - one.length / 4 <= center && center <= end);
-        return [shape, one.number === undefined || hidden || width < 0.016 ? "" : svg(
-          "text",
-          {class: `inside ${one.kind}`, x: percent(left + width / 2), y: percent(middle), dy: "0.35em", "text-anchor": "middle"},
-          String(one.number),
-        )];
+    const shapes = lanes.map(({name, apart, boxes}, index) => {
+      // A name has the upper half.
+      const place = {y: percent((index + 0.45) / lanes.length), height: percent(0.45 / lanes.length)};
+      around.push(svg(
+        "text",
+        {class: `lane-name${apart ? " apart" : ""}`, x: 2, y: percent((index + 0.25) / lanes.length), dy: "0.35em"},
+        name,
+      ));
+      let begin = 0;
+      return svg("g", {}, boxes.map(([kind, length]) => {
+        const left = x.at(begin), width = x.at(begin += length) - left;
+        const shape = svg("rect", {class: `part ${kind}`, x: percent(left), width: percent(width), ...place});
+        stops.push({at: left + width / 2, words: () => [`${name}, ${kind}: ${write(length, "ms")}`], shape});
+        return shape;
       }));
     });
     const label = at => write(x.value(at), "ms");
-    const names = Object.entries(kinds);
     return figure({
-      kind: "lanes", title, grain: 1000, stops, shapes, around, wide: above,
-      label: `${title}: ${lanes.length} lanes. ${say(note)}`,
-      rows: above ? 2.4 * lanes.length : 2.2 * lanes.length + 1,
+      kind: "lanes", title, grain: 1000, stops, shapes, around,
+      label: `${title}: ${lanes.length} lanes. ${note}`,
+      rows: 2.4 * lanes.length,
       marks: x.marks.map(value => [x.at(value), write(value, "ms")]),
       ticks: (from, to) => [[from, label(from)], [to, label(to)]],
       below: [
-        legend(names.map(([kind, name]) => [box(kind), name])),
-        ...notes([say(note)]),
+        legend(kinds.map(kind => [box(kind), kind])),
+        ...notes([note]),
         behind("As a table", title, table({caption: `${title}: all of them`, heads, rows})),
       ],
     });
