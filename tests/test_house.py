@@ -33,9 +33,9 @@ BELOW = {
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
     "accumulation": 1360,
-    "cli": 852,
+    "cli": 732,
     "compat": 3133,
-    "distribution": 10188,
+    "distribution": 9661,
     "engine": 11071,
     "inputs": 1379,
     "memory": 2995,
@@ -45,7 +45,7 @@ LINES = {
     "storage": 2927,
     "top": 1251,
 }
-TOTAL, SLACK = 48137, 25
+TOTAL, SLACK = 47490, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -12,9 +12,6 @@ from sample_models.machines import describe
 import keras_paragrad
 from keras_paragrad import DistributedFit, make_private
 from keras_paragrad.distribution import Explanation, Options, make_plan
-from keras_paragrad.distribution.mesh.mesh import Mesh
-from keras_paragrad.distribution.mesh.parallelism import Divided, LayoutTable
-from keras_paragrad.distribution.pipeline.preparation import Stage, StageTable
 from keras_paragrad.memory import Estimate
 from keras_paragrad.memory.breakdown import MemoryBreakdown
 from keras_paragrad.memory.plan import MemoryPlan
@@ -34,11 +31,6 @@ def privacy():
     return make_private(model, **given).privacy
 
 
-def layout():
-    mesh = Mesh({"batch": 1}, ("CPU:0",), "batch", None)
-    return LayoutTable(NAME, mesh, [Divided(NAME, (2,), (None,), {"CPU:0": 8})], {"CPU:0": 0}, 8)
-
-
 def window():
     steps, longest = (StepTime(0, 0, 0.0, 2.0, compute=2.0),), (OperationTime("a", "MatMul", NAME, 1, 2.0, 1.0),)
     return WindowFigures(ProfileSummary(steps=steps, operations=longest), "logs")
@@ -48,10 +40,8 @@ SHOWN = {
     DistributedFit: (DistributedFit, "Plan: no strategy"),
     Estimate: (lambda: Estimate(NAME, 8, 1, 8, [MemoryBreakdown(None, *[1024] * 10, 4096)]), "Peak"),
     Explanation: (lambda: Explanation(make_plan(MACHINE, Options()), MACHINE), "To start it: python train.py"),
-    LayoutTable: (layout, "one device: 8 B"),
     MemoryPlan: (lambda: MemoryPlan(NAME, 8, 1, 4096), "4 KiB on each"),
     Privacy: (privacy, "differentially private"),
-    StageTable: (lambda: StageTable(NAME, [Stage(("CPU:0",), (NAME,), 4, 16, 0)]), "16 B"),
     WindowFigures: (window, "Profile of batches 0 to 0"),
 }
 

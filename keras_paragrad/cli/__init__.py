@@ -14,7 +14,3 @@ def is_command() -> bool:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
         return module == ["keras_paragrad"]
     return PurePath(words[0]).stem in (PROGRAM, f"{PROGRAM}-script")
-
-
-# At import, as `sys.argv` later has the path of a module.
-STARTED_AS_COMMAND = is_command()

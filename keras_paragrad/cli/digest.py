@@ -3,8 +3,7 @@
 import argparse
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, print_error
-from keras_paragrad.cli.waiting import Say, while_waiting
+from keras_paragrad.cli.parser import add_examples, announcer, print_error
 
 _PAGE = "guides/deterministic"
 # The exit status if digests differ.
@@ -23,18 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the digests; returns 0, 3 if the digests of several paths differ, or 2 if there is nothing to digest."""
-    return while_waiting("digest", lambda say: _print_digests(arguments.paths, say))
+    """Prints the digest of each path, and in which parts they differ.
 
-
-def _print_digests(paths: list[str], say: Say) -> int:
-    """Prints the digest of each path, and in which parts they differ; returns the exit status."""
-    import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
+    Returns:
+        0, 3 if the digests of several paths differ, or 2 if there is nothing to digest.
+    """
+    say = announcer("digest")
     from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
     from keras_paragrad.distribution.digest import digest_of
 
     digests = []
-    for path in paths:
+    for path in arguments.paths:
         say(f"reading {quote(path)}")
         try:
             digests.append(digest_of(path))

@@ -2,8 +2,7 @@
 
 import argparse
 
-from keras_paragrad.cli.parser import add_examples, finite_number
-from keras_paragrad.cli.waiting import Say, while_waiting
+from keras_paragrad.cli.parser import add_examples, announcer, finite_number
 from keras_paragrad.pages import command_of
 
 _PAGE = "guides/distribution"
@@ -20,12 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings; returns 0, or 1 if no plan can be made for this environment, or the collective failed."""
+    say = announcer("doctor")
+    from keras_paragrad.distribution import diagnosis
 
-    def diagnose(say: Say) -> int:
-        from keras_paragrad.distribution import diagnosis
-
-        return diagnosis.diagnose(arguments.seconds, say)
-
-    status = while_waiting("doctor", diagnose)
+    status = diagnosis.diagnose(arguments.seconds, say)
     print(f"The plan is explained by: {command_of(_PAGE)}")
     return status

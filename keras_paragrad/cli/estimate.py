@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
-from keras_paragrad.cli.parser import add_examples, finite_number, integer, print_error, suggest_word
-from keras_paragrad.cli.waiting import Say, while_waiting
+from keras_paragrad.cli.parser import add_examples, announcer, finite_number, integer, print_error, suggest_word
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,17 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the estimate; returns 0, or 2 if there is no such function, or its model can't be traced."""
-    return while_waiting("estimate", lambda say: _print_estimate(arguments, say))
-
-
-def _print_estimate(arguments: argparse.Namespace, say: Say) -> int:
-    """Estimates and prints; `say` announces what takes long. Returns the exit status."""
+    say = announcer("estimate")
     path, name = arguments.model
     namespace = vars(_imported(path))
     if not callable(namespace.get(name)):
         functions = [name for name, value in namespace.items() if callable(value) and not name.startswith("_")]
         return print_error("estimate", f"{path} has no function {name!r}{suggest_word(name, functions)}")
-    import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.compat.variables import without_memory
     from keras_paragrad.distribution.hardware import detect
     from keras_paragrad.memory.estimate import estimate_memory

@@ -1,7 +1,9 @@
-"""Shared by the commands: a parser that suggests corrections, and bounded numbers."""
+"""Shared by the commands: a parser that suggests corrections, bounded numbers, and what is said meanwhile."""
 
 import argparse
+import contextlib
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -50,6 +52,35 @@ def print_error(command: str, error: object, status: int = 2) -> int:
     """Prints an error as argparse prints its own, and returns the exit status."""
     print(f"{PROGRAM} {command}: error: {error}", file=sys.stderr)
     return status
+
+
+# Announces the next stage of a command on standard error.
+Say = Callable[[str], None]
+
+
+def announcer(command: str, *, needs_tensorflow: bool = True) -> Say:
+    """For a command that takes seconds: what announces its slow stages; the first one is loading TensorFlow."""
+
+    def say(stage: str) -> None:
+        print(f"{PROGRAM} {command}: {stage}...", file=sys.stderr, flush=True)
+
+    if needs_tensorflow and "tensorflow" not in sys.modules:
+        say("loading TensorFlow")
+        _load_tensorflow()
+    return say
+
+
+def _load_tensorflow() -> None:
+    """Imports TensorFlow without the lines that it logs from C++, unless `TF_CPP_MIN_LOG_LEVEL` is set."""
+    with contextlib.ExitStack() as stack:
+        if "TF_CPP_MIN_LOG_LEVEL" not in os.environ:
+            # It holds for what is logged later, but not for all lines of the import.
+            os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+            before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)
+            for close in (lambda: os.close(nowhere), lambda: os.close(before), lambda: os.dup2(before, 2)):
+                stack.callback(close)
+        import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
 
 
 def suggest_word(word: str, known: Iterable[str]) -> str:

@@ -4,8 +4,7 @@ import argparse
 import sys
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, print_error
-from keras_paragrad.cli.waiting import Say, while_waiting
+from keras_paragrad.cli.parser import add_examples, announcer, print_error
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.pages import command_of
 
@@ -21,15 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report and prints its path; returns 0, or 1 if there is nothing to report on, or nowhere to write."""
-    return while_waiting("report", lambda say: _write(arguments.log_dir, arguments.output, say), needs_tensorflow=False)
-
-
-def _write(log_dir: str, output: str | None, say: Say) -> int:
-    say(f"reading {quote(log_dir)}")
+    announcer("report", needs_tensorflow=False)(f"reading {quote(arguments.log_dir)}")
     from keras_paragrad.profiling.report import write_report
 
     try:
-        path = write_report(log_dir, output)
+        path = write_report(arguments.log_dir, arguments.output)
     except (OSError, ValueError, MissingExtraError) as error:
         return print_error("report", error, 1)
     print(path)

@@ -5,19 +5,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from keras_paragrad.arguments import quote
 from keras_paragrad.distribution import clusters
 from keras_paragrad.exports import modules_of
-
-
-class ClusterDescription(NamedTuple):
-    """The addresses of each job's tasks, and this process's job and task."""
-
-    jobs: dict[str, tuple[str, ...]]
-    job: str
-    task: int
 
 
 class ClusterKind(Protocol):
@@ -38,14 +30,14 @@ class ClusterKind(Protocol):
     run_variables: tuple[str, ...] = ()
     command: str = "keras-paragrad launch train.py, in each task"
 
-    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
+    def read(self, environment: Mapping[str, str]) -> "Cluster | None":
         """Finds the cluster that this process was started in, without the network.
 
         Args:
             environment: The environment variables.
 
         Returns:
-            The cluster's description, or `None` if there is no cluster of this kind.
+            The cluster, or `None` if there is no cluster of this kind.
 
         Raises:
             ValueError: A variable is missing or malformed. The message names it and the expected value.
@@ -141,7 +133,14 @@ class Cluster:
             self._refuse(f"the unknown jobs {quote(unknown)}. Jobs are {', '.join(JOBS)}.{hint}")
         if len(self.jobs.get("chief", ())) > 1:
             self._refuse(f"{len(self.jobs['chief'])} chiefs. Keep one, and make the others workers.")
-        self._check_addresses()
+        addresses = [address for hosts in self.jobs.values() for address in hosts]
+        for address in addresses:
+            if not is_address(address):
+                self._refuse(
+                    f"the malformed address {quote(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'."
+                )
+        if duplicates := [address for address, count in Counter(addresses).items() if count > 1]:
+            self._refuse(f"{quote(duplicates)} more than once. Give every task its own address.")
         tasks = len(self.jobs.get(self.job, ()))
         if not tasks:
             self._refuse(f"no task for this process: it is a {quote(self.job)}, and the jobs are {list(self.jobs)}.")
@@ -150,25 +149,18 @@ class Cluster:
                 f"no {self.job} {quote(self.index)}: there are {tasks}, counted from 0. Correct this task's index."
             )
 
-    def _check_addresses(self) -> None:
-        """Refuses malformed addresses, and an address given to two tasks."""
-        addresses = [address for hosts in self.jobs.values() for address in hosts]
-        for address in addresses:
-            if not is_address(address):
-                self._refuse(
-                    f"the malformed address {quote(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'."
-                )
-        duplicates = [address for address, count in Counter(addresses).items() if count > 1]
-        if duplicates:
-            self._refuse(f"{quote(duplicates)} more than once. Give every task its own address.")
-
     def _refuse(self, problem: str) -> None:
         raise ValueError(f"The cluster from {self.source} has {problem}")
 
     @property
+    def workers(self) -> tuple[str, ...]:
+        """The addresses of the training processes by rank: the chief and the workers."""
+        return *self.jobs.get("chief", ()), *self.jobs.get("worker", ())
+
+    @property
     def worker_count(self) -> int:
-        """Number of training processes: the chief and the workers."""
-        return len(self.jobs.get("chief", ())) + len(self.jobs.get("worker", ()))
+        """Number of training processes."""
+        return len(self.workers)
 
     @property
     def rank(self) -> int:
@@ -219,8 +211,5 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     >>> find_cluster({}) is None
     True
     """
-    for kind in cluster_kinds():
-        description = kind.read(environment)
-        if description is not None:
-            return Cluster(*description, kind.source)
-    return None
+    clusters_of_kinds = (kind.read(environment) for kind in cluster_kinds())
+    return next((cluster for cluster in clusters_of_kinds if cluster is not None), None)

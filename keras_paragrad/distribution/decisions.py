@@ -2,16 +2,22 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import keras
 
-from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, kind_of_device
-from keras_paragrad.distribution.options import STRATEGY_KINDS, Options, Planner, StrategyKind, kind_of_strategy
+from keras_paragrad.distribution.options import (
+    STRATEGY_KINDS,
+    Decision,
+    Options,
+    Planner,
+    StrategyKind,
+    kind_of_strategy,
+)
 from keras_paragrad.plain_text import counted
 
 LAUNCH = "python -m keras_paragrad launch --workers 2 train.py"
-_SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
 _AUTO = 'strategy="auto"'
 
 
@@ -21,39 +27,40 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     Returns:
         `"none"`, `"one_device"`, `"mirrored"` or `"multi_worker"`.
     """
+    decide = partial(Decision, name="strategy", override=_AUTO)
     if options.given is not None:
-        reason = f"given: a {type(options.given).__name__}"
-        return Decision(name="strategy", value=kind_of_strategy(options.given), reason=reason, override=_AUTO)
+        return decide(value=kind_of_strategy(options.given), reason=f"given: a {type(options.given).__name__}")
     if isinstance(options.strategy, Planner):
-        return Decision(name="strategy", value=type(options.strategy).__name__, reason="given", override=_AUTO)
+        return decide(value=type(options.strategy).__name__, reason="given")
     alone = options.strategy == "multi_worker" and hardware.trains_alone
-    if options.strategy != "auto" and not alone:
-        _check_named(options.strategy, hardware)
-        return Decision(name="strategy", value=options.strategy, reason="requested", override=_AUTO)
-    value, reason, override = _best_strategy(hardware, options.devices)
-    return Decision(name="strategy", value=value, reason=reason, override=override)
+    if options.strategy == "auto" or alone:
+        return _best_strategy(hardware, options.devices)
+    _check_named(options.strategy, hardware)
+    return decide(value=options.strategy, reason="requested")
 
 
-def _best_strategy(hardware: Hardware, named: Sequence[str] | None) -> tuple[str, str, str]:
-    """The strategy for the hardware, or for the named devices, why, and what to write instead."""
-    cluster, gpus = hardware.cluster, hardware.of_kind("GPU")
+def _best_strategy(hardware: Hardware, named: Sequence[str] | None) -> Decision:
+    """The strategy for the hardware, or for the named devices."""
+    decide, cluster, gpus = partial(Decision, name="strategy"), hardware.cluster, hardware.of_kind("GPU")
     on_cpu = 'strategy="one_device", devices=["CPU:0"]'
     if cluster and cluster.job == "evaluator":
-        return "none", "an evaluator doesn't train with the workers", on_cpu
+        return decide(value="none", reason="an evaluator doesn't train with the workers", override=on_cpu)
     if hardware.worker_count > 1:
         separately = 'strategy="none", to train on each worker separately'
-        return "multi_worker", f"{hardware.worker_count} workers train together", separately
+        reason = f"{hardware.worker_count} workers train together"
+        return decide(value="multi_worker", reason=reason, override=separately)
     if named is not None and len(named) > 1:
-        return "mirrored", f"{len(named)} devices are named", "devices=None"
+        return decide(value="mirrored", reason=f"{len(named)} devices are named", override="devices=None")
     if named is not None:
-        return "one_device", "one device is named", "devices=None"
+        return decide(value="one_device", reason="one device is named", override="devices=None")
     if len(gpus) > 1:
-        return "mirrored", f"there are {len(gpus)} GPUs", 'devices=["GPU:0"]'
+        return decide(value="mirrored", reason=f"there are {len(gpus)} GPUs", override='devices=["GPU:0"]')
     if gpus:
-        return "none", "Keras uses the one GPU by itself", on_cpu
+        return decide(value="none", reason="Keras uses the one GPU by itself", override=on_cpu)
     if len(hardware.of_kind("CPU")) > 1:
-        return "none", _SHARED_CORES, 'strategy="mirrored"'
-    return "none", "there is one device", 'strategy="one_device"'
+        reason = "logical devices of a CPU share its cores: replicas on them cost time and save none"
+        return decide(value="none", reason=reason, override='strategy="mirrored"')
+    return decide(value="none", reason="there is one device", override='strategy="one_device"')
 
 
 def _check_named(name: str, hardware: Hardware) -> None:
@@ -97,9 +104,9 @@ def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> 
     Returns:
         The names of this process's devices, as a tuple; empty if the strategy defines its own.
     """
+    decide = partial(Decision, name="devices")
     if options.given is not None:
-        reason = "the strategy that was passed defines them"
-        return Decision(name="devices", value=(), reason=reason, override=_AUTO)
+        return decide(value=(), reason="the strategy that was passed defines them", override=_AUTO)
     if options.devices is not None:
         return requested_devices(tuple(options.devices), hardware)
     names = tuple(device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU"))
@@ -109,8 +116,8 @@ def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> 
         everywhere = " of each worker; all workers must have the same number" if kind.on_workers else ""
         chosen, reason, others = names, f"a replica on each {device}{everywhere}", names[1:3]
     if len(names) == 1:
-        return Decision(name="devices", value=chosen, reason=reason)
-    return Decision(name="devices", value=chosen, reason=reason, override=devices_argument(others))
+        return decide(value=chosen, reason=reason)
+    return decide(value=chosen, reason=reason, override=devices_argument(others))
 
 
 def devices_argument(names: Sequence[str]) -> str:
@@ -139,78 +146,39 @@ def splitting_cpu(count: int) -> str:
 
 def decide_replicas(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
     """Counts the replicas over all workers."""
+    decide = partial(Decision, name="replicas")
     if options.given is not None:
         count = int(options.given.num_replicas_in_sync)
-        return Decision(name="replicas", value=count, reason="as many as the strategy has", override=_AUTO)
+        return decide(value=count, reason="as many as the strategy has", override=_AUTO)
     count = (hardware.worker_count if kind.on_workers else 1) * len(devices)
     override = "fewer devices, or fewer workers" if count > 1 else 'strategy="mirrored", with several devices'
-    return Decision(name="replicas", value=count, reason="one on each device", override=override)
+    return decide(value=count, reason="one on each device", override=override)
 
 
 def decide_communication(
     hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int
 ) -> Decision:
-    """Takes the requested all-reduce, or the fastest that works on these devices.
+    """Decides how gradients are all-reduced: in the fastest way that works on these devices.
 
     Returns:
-        `"nccl"`, `"ring"`, `"hierarchical_copy"`, `"one_device"`, `"none"`, or `"given"` for a strategy object.
+        `"nccl"`, `"ring"`, `"one_device"`, `"none"`, or `"given"` for a strategy object.
     """
+    decide = partial(Decision, name="communication")
     if options.given is not None:
-        reason = "the strategy was created with its own"
-        return Decision(name="communication", value="given", reason=reason, override=_AUTO)
+        return decide(value="given", reason="the strategy was created with its own", override=_AUTO)
     if replicas == 1:
-        reason = "there is one replica: nothing to all-reduce"
-        return no_communication(hardware, options, kind, devices, reason)
-    # A ring needs several workers, and an elastic world may have one left.
-    requested = "auto" if hardware.trains_alone and options.communication == "ring" else options.communication
-    _check_requested(requested, hardware, kind, devices)
-    value, reason, override = requested, "requested", 'communication="auto"'
-    if requested == "auto":
-        value, reason, override = _fastest(hardware, kind.on_workers, kind_of_device(devices[0]))
-    return Decision(name="communication", value=value, reason=reason, override=override)
-
-
-def no_communication(
-    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], reason: str
-) -> Decision:
-    """The decision if nothing is all-reduced."""
-    _check_requested(options.communication, hardware, kind, devices)
-    return Decision(name="communication", value="none", reason=reason)
-
-
-def _fastest(hardware: Hardware, between_workers: bool, device: str) -> tuple[str, str, str]:
-    """The fastest all-reduce that works between several devices of a kind, why, and what to write instead."""
-    if device == "CPU" and between_workers:
-        return "ring", "the only one that works between CPUs of several processes", "nothing else works"
-    if device == "CPU":
-        return "one_device", "devices share one memory: reducing on one of them is fastest", 'communication="ring"'
+        return decide(value="none", reason="there is one replica: nothing to all-reduce")
+    if kind_of_device(devices[0]) == "CPU" and kind.on_workers:
+        return decide(value="ring", reason="the only one that works between CPUs of several processes")
+    override = "strategy=tf.distribute.MirroredStrategy(cross_device_ops=...)"
+    if kind.on_workers:
+        override = "strategy=tf.distribute.MultiWorkerMirroredStrategy(communication_options=...)"
+    if kind_of_device(devices[0]) == "CPU":
+        reason = "devices share one memory: reducing on one of them is fastest"
+        return decide(value="one_device", reason=reason, override=override)
     if hardware.has_virtual_gpus:
-        override = "nothing else works" if between_workers else 'communication="one_device"'
-        return "ring", "NCCL doesn't support parts of a GPU", override
-    other = "ring" if between_workers else "hierarchical_copy"
-    return "nccl", "NVIDIA's own, over NVLink where there is one", f'communication="{other}"'
-
-
-def _check_requested(requested: str, hardware: Hardware, kind: StrategyKind, devices: tuple[str, ...]) -> None:
-    """Refuses a collective implementation that does not work on these devices."""
-    on_gpus = bool(devices) and kind_of_device(devices[0]) == "GPU"
-    if requested == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
-        here = f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "the strategy's own devices"
-        raise ValueError(
-            f'communication="nccl" works between whole GPUs, but there are {"parts of a GPU" if on_gpus else here}. '
-            'Write communication="auto".'
-        )
-    if kind.on_workers and requested in ("hierarchical_copy", "one_device"):
-        raise ValueError(
-            f'communication="{requested}" works within one process, but strategy is "multi_worker". Write '
-            'communication="auto", "ring" or, with GPUs, "nccl".'
-        )
-    mirrors_here = kind.mirrors and not kind.on_workers
-    if mirrors_here and requested == "ring" and on_gpus and not hardware.has_virtual_gpus:
-        raise ValueError(
-            'communication="ring" is not available in a MirroredStrategy on GPUs, which uses NCCL instead. Write '
-            'communication="auto", "hierarchical_copy" or "one_device".'
-        )
+        return decide(value="ring", reason="NCCL doesn't support parts of a GPU", override=override)
+    return decide(value="nccl", reason="NVIDIA's own, over NVLink where there is one", override=override)
 
 
 def decide_jit(hardware: Hardware, options: Options, devices: tuple[str, ...], replicas: int) -> Decision:
@@ -238,32 +206,20 @@ def decide_jit(hardware: Hardware, options: Options, devices: tuple[str, ...], r
     return Decision(name="jit", value="none", reason=reason, override="jit=True")
 
 
-def decide_precision(hardware: Hardware, options: Options, devices: tuple[str, ...]) -> Decision:
-    """Keeps the dtype policy that is set, unless another is requested: a faster one would change the results.
+def decide_precision(hardware: Hardware, devices: tuple[str, ...]) -> Decision:
+    """Keeps the dtype policy that is set: a faster one would change the results.
 
     Returns:
         The name of a Keras dtype policy.
     """
-    requested, current = options.precision, keras.config.dtype_policy().name
-    if requested not in (None, "auto"):
-        caution = "; results differ from float32's" if requested != "float32" else ""
-        if requested in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU"):
-            caution = "; there is no GPU here: it saves memory at most"
-        reason = f"requested{caution}"
-        return Decision(name="precision", value=requested, reason=reason, override="precision=None")
-    reason = "the policy that is set"
-    if requested is None:
-        return Decision(name="precision", value=current, reason=reason, override='precision="auto"')
-    gpus = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
-    faster, why = faster_policy("GPU" if gpus else "CPU", [gpu.compute_capability for gpu in gpus])
-    if faster is None or current != "float32":
-        override = 'precision="mixed_bfloat16"'
-        return Decision(name="precision", value=current, reason=f"{reason}; {_CHANGES}", override=override)
-    reason = f"{reason}; {faster} would be faster ({why}), but {_CHANGES}"
-    return Decision(name="precision", value=current, reason=reason, override=f'precision="{faster}"')
-
-
-_CHANGES = "another would change the results"
+    current, faster, why = keras.config.dtype_policy().name, None, ""
+    if current == "float32":
+        gpus = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
+        faster, why = faster_policy("GPU" if gpus else "CPU", [gpu.compute_capability for gpu in gpus])
+    gain = f"{faster} would be faster ({why}), but " if faster else ""
+    reason = f"the policy that is set; {gain}another would change the results"
+    override = f'keras.config.set_dtype_policy("{faster or "mixed_bfloat16"}")'
+    return Decision(name="precision", value=current, reason=reason, override=override)
 
 
 def gains_from_xla(kind: str) -> bool:

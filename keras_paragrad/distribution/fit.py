@@ -65,12 +65,8 @@ class DistributedFit(InNotebooks):
             `keras_paragrad.distribution.parallelism.Parallelism`.
         devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones. For a
             pipeline, the devices of its stages, in order; with data parallelism a list of devices for each stage.
-        communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
-            `"one_device"`.
         jit: Whether to compile with XLA: on several replicas the forward and backward pass of each, in a pipeline each
             stage. `"auto"` follows the model's `compile`.
-        precision: The name of a Keras dtype policy for models that are built within `scope()`. `"auto"` keeps the
-            current one.
         exact: Whether the result must be the same as on one device. If not, updates take the mean of the
             replicas' gradients (the sum, if Keras's losses are sums), and no model is refused for being inexact.
         weighting: What the loss of a replica's part of a batch is divided by. `"auto"` reads it off Keras's losses, and
@@ -82,7 +78,7 @@ class DistributedFit(InNotebooks):
         deterministic: The number of parts, 8 for `True`, that every batch is computed in, wherever they are computed.
             Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
             on any number of devices and workers of one kind.
-        shard_policy: How workers share the data: `"auto"`, `"data"` or `"already_sharded"`.
+        shard_policy: How workers share the data: `"data"` or `"already_sharded"`.
         shard: What each replica holds a shard of: nothing (`None`); the `"optimizer"`'s state, with whole weights; or
             all `"parameters"`, with their gradients and the optimizer's state; layers gather their weights when they
             are called.
@@ -167,14 +163,8 @@ class DistributedFit(InNotebooks):
             self._memory = None
             self.plan = self.plan.with_decision(make_plan(self.hardware, self.options).shard)
             self._create_as_planned()
-        policy = keras.config.dtype_policy()
-        if self.options.precision not in (None, "auto"):
-            keras.config.set_dtype_policy(self.options.precision)
-        try:
-            with build_scope(self.strategy), self._parallelism.placement():
-                yield
-        finally:
-            keras.config.set_dtype_policy(policy)
+        with build_scope(self.strategy), self._parallelism.placement():
+            yield
 
     def explain(self) -> Explanation:
         """The plan as a table, for `print` and rich: each decision, its reason, and how to override it.

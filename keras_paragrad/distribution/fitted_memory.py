@@ -9,19 +9,16 @@ import tensorflow as tf
 
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Specs
-from keras_paragrad.distribution.decision import Decision
+from keras_paragrad.distribution.options import Decision
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.plan import MemoryPlan
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 
 
 class FittedMemory(NamedTuple):
-    """How a model is trained in the memory of its devices.
+    """The plan to train a model in the memory of its devices, and what undoes recomputation and slices.
 
-    Attributes:
-        plan: The ways to train it, as `explain` shows them, and which was chosen.
-        undo: Undoes the recomputation and the slices.
-        shard: The decision on shards; `None` if it was made before.
+    The decision on shards is `None` if it was made before.
     """
 
     plan: MemoryPlan
@@ -30,14 +27,9 @@ class FittedMemory(NamedTuple):
 
 
 class PlannedFor(NamedTuple):
-    """What a `FittedMemory` was planned for; with another optimizer, loss or size of data, it is planned again.
+    """What a `FittedMemory` was planned for, and by which `DistributedFit`; for anything else, it is planned again.
 
-    Attributes:
-        by: The `DistributedFit` that planned, as a weak reference.
-        batch_size: As in `fit`.
-        optimizer: The model's optimizer, as a weak reference.
-        loss: As in `compile`.
-        sizes: The shapes of a batch's tensors without the number of rows; `None` if they follow from the model.
+    `sizes` are the shapes of a batch's tensors without the number of rows, and `None` if they follow from the model.
     """
 
     by: object

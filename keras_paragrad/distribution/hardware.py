@@ -68,17 +68,14 @@ class Hardware:
         """The logical devices of a kind: `CPU` or `GPU`."""
         return tuple(device for device in self.devices if device.kind == kind)
 
-    def compute_devices(self, names: Collection[str] = ()) -> tuple[Device, ...]:
-        """The GPUs, or without one the CPUs; only those with these names, if any are given."""
-        devices = self.of_kind("GPU") or self.of_kind("CPU")
-        return tuple(device for device in devices if device.name in names or not names)
-
     def device_bytes(self, names: Collection[str] = ()) -> int | None:
-        """The memory of the smallest of `compute_devices`, or `None`; logical CPU devices share the machine's."""
-        devices = self.compute_devices(names)
+        """The memory of the smallest GPU, or without one of the CPU, or `None`; only of those named, if any are."""
+        devices = self.of_kind("GPU") or self.of_kind("CPU")
+        devices = [device for device in devices if device.name in names or not names]
         sizes = [device.memory_bytes for device in devices if device.memory_bytes is not None]
         if not devices or len(sizes) < len(devices):
             return None
+        # Logical CPU devices share the machine's.
         return min(sizes) // (len(sizes) if devices[0].kind == "CPU" else 1)
 
     @property

@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from keras_paragrad.accumulation.advice import check_parts
@@ -17,43 +16,29 @@ from keras_paragrad.arguments import (
     check_choice_or_function,
     check_integer,
     check_number,
-    check_text,
-    refusal,
-)
-from keras_paragrad.distribution.decision import (
-    COMMUNICATIONS,
-    LAYOUTS,
-    LONGEST_WAIT,
-    SHARD_POLICIES,
-    SHARDS,
-    STRATEGIES,
-    WEIGHTINGS,
-    Decision,
 )
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
+STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "parameter_server")
+SHARD_POLICIES = ("data", "already_sharded")
+WEIGHTINGS = ("auto", "examples", "sample_weight", "mask", "sum")
+# A year, in seconds: the waiting system calls do not accept more.
+LONGEST_WAIT = 365 * 24 * 3600
 CHOICES = {
-    "communication": COMMUNICATIONS,
     "jit": ("auto", True, False),
     "exact": (True, False),
     "prove": (True, False),
     "fit_memory": (True, False),
     "shard_policy": SHARD_POLICIES,
-    "shard": SHARDS,
-    "layout": LAYOUTS,
+    "shard": (None, "optimizer", "parameters"),
+    "layout": (None, "auto"),
 }
 
 
 class StrategyKind(NamedTuple):
-    """What decisions ask of a strategy; by default, one replica in one process.
-
-    Attributes:
-        classes: TensorFlow's classes.
-        mirrors: Whether each of several devices has a replica with its own copy of the variables.
-        on_workers: Whether the replicas are on several workers.
-    """
+    """TensorFlow's classes of a strategy; whether it mirrors variables on devices, and whether on several workers."""
 
     classes: tuple[type, ...] = ()
     mirrors: bool = False
@@ -85,15 +70,13 @@ class Options:
 
     strategy: Any = "auto"
     devices: Sequence[Any] | None = None
-    communication: str = "auto"
     jit: bool | Literal["auto"] = "auto"
-    precision: str | None = "auto"
     _: KW_ONLY
     exact: bool = True
     weighting: str | DivisorFunction = "auto"
     prove: bool = True
     deterministic: bool | int = False
-    shard_policy: str = "auto"
+    shard_policy: str = "data"
     shard: str | None = None
     min_shard_bytes: int = MIN_SHARD_BYTES
     fit_memory: bool = False
@@ -106,7 +89,6 @@ class Options:
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
         checked["weighting"] = check_choice_or_function("weighting", self.weighting, WEIGHTINGS, PARAMETERS)
         checked["strategy"] = _check_strategy(self.strategy)
-        checked["precision"] = _check_precision(self.precision)
         checked["min_shard_bytes"] = check_integer("min_shard_bytes", self.min_shard_bytes, least=1)
         checked["device_bytes"] = check_integer("device_bytes", self.device_bytes, example=16 * 2**30, optional=True)
         checked["deterministic"] = check_parts(self.deterministic)
@@ -118,22 +100,6 @@ class Options:
         if self.devices is not None:
             object.__setattr__(self, "devices", planner_of(self).canonical_devices(self.devices))
         self._check_together()
-
-    def _check_deterministic(self) -> None:
-        """Refuses what isn't the same on any number of devices."""
-        if not planner_of(self).adds_in_order:
-            raise ValueError(
-                f"deterministic={self.deterministic} adds the gradients of parts of a batch in a fixed order, which "
-                "replicas of the whole model do: not a mesh, a pipeline or parameter servers. Leave it out, or write "
-                'strategy="auto".'
-            )
-        allowed = {"exact": (True,), "shard_policy": ("auto", "data")}
-        for name, values in allowed.items():
-            if (value := getattr(self, name)) not in values:
-                raise ValueError(
-                    f"{name}={value!r} has batches or gradients depend on the number of replicas, and with "
-                    f"deterministic={self.deterministic} they don't. Leave one of the two out."
-                )
 
     @property
     def given(self) -> tf.distribute.Strategy | None:
@@ -157,19 +123,45 @@ class Options:
                 f"fit_memory=True chooses into how many parts batches are cut, but deterministic={self.deterministic} "
                 "fixes that number. Leave one of the two out: dist.estimate(model, batch_size) says what a step takes."
             )
-        if self.deterministic:
-            self._check_deterministic()
-        changed = [name for name in ("communication", "devices") if getattr(self, name) not in (None, "auto")]
-        if self.given is not None and changed:
+        if self.deterministic and not planner_of(self).adds_in_order:
             raise ValueError(
-                f"strategy is a {type(self.given).__name__}, which was created with its own {', '.join(changed)}. "
-                'Leave them out, or name the strategy instead, as in strategy="mirrored".'
+                f"deterministic={self.deterministic} adds the gradients of parts of a batch in a fixed order, which "
+                "replicas of the whole model do: not a mesh, a pipeline or parameter servers. Leave it out, or write "
+                'strategy="auto".'
+            )
+        for name, needed in (("exact", True), ("shard_policy", "data")):
+            if self.deterministic and (value := getattr(self, name)) != needed:
+                raise ValueError(
+                    f"{name}={value!r} has batches or gradients depend on the number of replicas, and with "
+                    f"deterministic={self.deterministic} they don't. Leave one of the two out."
+                )
+        if self.given is not None and self.devices is not None:
+            raise ValueError(
+                f"strategy is a {type(self.given).__name__}, which was created with its own devices. Leave devices "
+                'out, or name the strategy instead, as in strategy="mirrored".'
             )
         for planner in planners():
             planner.check_options(self)
         # A parallelism that isn't this package's.
         if isinstance(self.strategy, Planner):
             self.strategy.check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One decision of a plan.
+
+    Attributes:
+        name: The subject.
+        value: The outcome: a string, number, bool, `None`, or a tuple of strings.
+        reason: Why, in a sentence.
+        override: What to write instead.
+    """
+
+    name: str
+    value: Any
+    reason: str
+    override: str = "nothing to choose"
 
 
 class Decisions(NamedTuple):
@@ -284,20 +276,6 @@ def _check_strategy(strategy: object) -> Any:
             f"{error} Or pass a tf.distribute.Strategy, a Pipeline, or a keras.distribution.DataParallel or "
             "ModelParallel."
         ) from None
-
-
-def _check_precision(precision: object) -> str | None:
-    """The argument `precision`: the name of a dtype policy."""
-    if precision is None:
-        return None
-    try:
-        name = check_text("precision", precision)
-        if name != "auto":
-            keras.DTypePolicy(name)
-    except (TypeError, ValueError):
-        expected = "'auto', None, or the name of a Keras dtype policy, such as 'float32' or 'mixed_bfloat16'"
-        raise refusal("precision", precision, expected) from None
-    return name
 
 
 def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:

@@ -15,10 +15,9 @@ from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
-from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
+from keras_paragrad.distribution.options import Decision, Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.engine.losses.dividers import layers_of_batch_statistics
 from keras_paragrad.engine.step.building import check_compiled_in_scope

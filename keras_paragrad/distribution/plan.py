@@ -11,9 +11,8 @@ from rich.text import Text
 
 from keras_paragrad.distribution import decisions as deciding
 from keras_paragrad.distribution.cluster import ClusterKind, cluster_kinds
-from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.options import Options, planner_of
+from keras_paragrad.distribution.options import Decision, Options, planner_of
 from keras_paragrad.plain_text import Printable, counted
 
 # The names of decisions that need not be the same on all workers.
@@ -44,9 +43,6 @@ class Plan:
             raise AttributeError(f"The plan has no decision {name!r}. Its decisions are {', '.join(decisions)}.")
         return decisions[name]
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(decision.name for decision in self)})
-
     def with_decision(self, decision: Decision) -> "Plan":
         """The plan with the decision of this name replaced."""
         decisions = (decision if decision.name == old.name else old for old in self.decisions)
@@ -56,12 +52,11 @@ class Plan:
         return iter(self.decisions)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The plan as JSON-serializable data.
-
-        Returns:
-            For each decision, by name: `value`, `reason` and `override`.
-        """
-        return {decision.name: decision.to_dict() for decision in self}
+        """The `value`, `reason` and `override` of each decision, by its name, as JSON-serializable data."""
+        return {
+            name: {"value": list(value) if isinstance(value, tuple) else value, "reason": reason, "override": override}
+            for name, value, reason, override in map(dataclasses.astuple, self)
+        }
 
 
 def make_plan(hardware: Hardware, options: Options) -> Plan:
@@ -91,11 +86,12 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
     kind = planner.kind(strategy.value)
     devices = made.get("devices") or deciding.decide_devices(hardware, options, kind)
     replicas = made.get("replicas") or deciding.decide_replicas(hardware, options, kind, devices.value)
-    known = hardware, options, kind, devices.value
-    communication = made.get("communication") or deciding.decide_communication(*known, replicas.value)
+    communication = made.get("communication") or deciding.decide_communication(
+        hardware, options, kind, devices.value, replicas.value
+    )
     others = (
         made.get("jit") or deciding.decide_jit(hardware, options, devices.value, replicas.value),
-        deciding.decide_precision(hardware, options, devices.value),
+        deciding.decide_precision(hardware, devices.value),
         deciding.decide_shard(hardware, options, strategy.value, kind, replicas.value),
         made.get("shard_policy") or deciding.decide_shard_policy(options, kind),
         made.get("exact") or deciding.decide_exact(options),
@@ -111,6 +107,7 @@ _JIT = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class Explanation(Printable):
     """A plan's summary, the command that starts it, and a table of its decisions; for `print` or a rich console.
 
@@ -129,17 +126,10 @@ class Explanation(Printable):
     To start it: python train.py
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        hardware: Hardware,
-        estimate: ConsoleRenderable | None = None,
-        division: str | None = None,
-    ):
-        self.plan = plan
-        self.hardware = hardware
-        self.estimate = estimate
-        self.division = division
+    plan: Plan
+    hardware: Hardware
+    estimate: ConsoleRenderable | None = None
+    division: str | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in summary_lines(self.plan, self.hardware):
@@ -161,9 +151,7 @@ def value_in_words(value: object) -> str:
     """A decision's value on one line."""
     if isinstance(value, tuple):
         return " ".join(value if len(value) <= 2 else (value[0], "...", value[-1])) or "-"
-    if value is None:
-        return "-"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value)
 
 
 def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:

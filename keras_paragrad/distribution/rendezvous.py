@@ -14,7 +14,9 @@ import tensorflow as tf
 from keras_paragrad.compat.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.consistency.describe import versions
-from keras_paragrad.distribution.meeting import LOOK, Meeting, MessageSigner, Wait, difference, join
+from keras_paragrad.distribution.joining import Wait, join
+from keras_paragrad.distribution.meeting import Meeting
+from keras_paragrad.distribution.messages import LOOK, MessageSigner, difference
 
 _log = logging.getLogger("keras_paragrad")
 _WARN_AFTER = 5.0
@@ -35,7 +37,7 @@ def rendezvous(
     """
     signer = MessageSigner.of(cluster, os.environ if environment is None else environment)
     facts = {"cluster": _describe_cluster(cluster), **facts}
-    address = _addresses(cluster)[0]
+    address = cluster.workers[0]
     if cluster.is_chief:
         verdict = _collect_facts(cluster, signer, facts, time.monotonic() + seconds)
     else:
@@ -59,7 +61,7 @@ def _collect_facts(
 
     A verdict is empty if training may start; else it has the key `failed`, `missing` (and `besides`) or `differs`.
     """
-    addresses = _addresses(cluster)
+    addresses = cluster.workers
     meeting = Meeting(addresses[0], until, signer, cluster.worker_count)
     verdict = {"failed": "it was stopped while it waited for the others."}
     try:
@@ -80,7 +82,7 @@ def _collect_facts(
     return verdict
 
 
-def _compare_facts(addresses: list[str], facts: Mapping[str, object], meeting: Meeting) -> dict[str, str]:
+def _compare_facts(addresses: Sequence[str], facts: Mapping[str, object], meeting: Meeting) -> dict[str, str]:
     """The verdict: the first difference between workers (`differs`), or the `missing` ones; empty if all agree."""
     facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in meeting.callers().items()}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in facts_by_rank]
@@ -98,7 +100,7 @@ def _report_facts(
 ) -> dict[str, str]:
     """Sends the facts to the first worker, and returns its verdict."""
     wait = Wait(seconds, _log.warning, quiet=_WARN_AFTER)
-    address, rank = _addresses(cluster)[0], cluster.rank
+    address, rank = cluster.workers[0], cluster.rank
     try:
         connection, verdict = join(address, rank, lambda host: facts, signer, wait, member="worker", stranger=_STRANGER)
     except ConnectionError as failure:
@@ -113,11 +115,6 @@ def _describe_cluster(cluster: Cluster) -> Any:
     if len(text) <= _LONGEST_DESCRIPTION:
         return {job: list(hosts) for job, hosts in cluster.jobs.items()}
     return f"of {cluster.worker_count} workers, checksum {zlib.crc32(text.encode()):08x}"
-
-
-def _addresses(cluster: Cluster) -> list[str]:
-    """The workers' addresses by rank."""
-    return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
 
 
 def await_workers(cluster: Cluster, timeout: float, facts: Mapping[str, object], *, instead: str = "") -> None:

@@ -41,9 +41,9 @@ def test_all_of_the_plan_is_in_it(explanation):
         ({"cpus": 8}, {}, "no strategy, 1 replica on CPU:0", "not compiled by XLA, float32, exact", "python train.py"),
         (
             {"gpus": 4, "compute_capability": (9, 0), "workers": 2},
-            {"precision": "mixed_bfloat16"},
+            {},
             "multi_worker, 8 replicas on GPU:0 to GPU:3 of each of 2 workers, all-reduce by nccl",
-            "compiled by XLA on each replica, mixed_bfloat16, each batch divided among the replicas, exact",
+            "compiled by XLA on each replica, float32, each batch divided among the replicas, exact",
             "keras-paragrad launch train.py, in each task",
         ),
         (
@@ -83,9 +83,6 @@ def test_the_text_is_the_same_everywhere(explanation, columns, monkeypatch):
         (("CPU:0",), "CPU:0"),
         (("CPU:0", "CPU:1"), "CPU:0 CPU:1"),
         (("GPU:0", "GPU:1", "GPU:2"), "GPU:0 ... GPU:2"),
-        (None, "-"),
-        (1.0, "1"),
-        (8**0.5, "2.82843"),
         (True, "True"),
         (0, "0"),
         ("ring", "ring"),

@@ -13,9 +13,8 @@ import tensorflow as tf
 from sample_models.machines import describe
 
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.hardware import Device, Hardware
-from keras_paragrad.distribution.options import CHOICES, Options
+from keras_paragrad.distribution.options import CHOICES, Decision, Options
 from keras_paragrad.distribution.plan import MAY_DIFFER, make_plan
 
 pytestmark = pytest.mark.fast
@@ -66,18 +65,16 @@ TABLE = [
     ("logical-cpus", {"devices": ["CPU:2", "CPU:0"]},
      ("mirrored", ("CPU:2", "CPU:0"), 2, "one_device", "none", "data")),
     ("logical-cpus", {"devices": ["CPU:1"]}, ("one_device", ("CPU:1",), 1, "none", "none", "data")),
-    ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "communication": "ring", "jit": True},
-     ("mirrored", ("CPU:0", "CPU:1"), 2, "ring", "per_replica", "data")),
-    ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "communication": "hierarchical_copy"},
-     ("mirrored", ("CPU:0", "CPU:1"), 2, "hierarchical_copy", "none", "data")),
+    ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "jit": True},
+     ("mirrored", ("CPU:0", "CPU:1"), 2, "one_device", "per_replica", "data")),
     ("gpu", {}, ("none", ("GPU:0",), 1, "none", "whole_step", "data")),
     ("gpu", {"jit": False}, ("none", ("GPU:0",), 1, "none", "none", "data")),
     ("gpu", {"devices": ["CPU:0"]}, ("one_device", ("CPU:0",), 1, "none", "none", "data")),
     ("8-gpus", {}, ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", "per_replica", "data")),
     ("8-gpus", {"jit": False},
      ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", "none", "data")),
-    ("8-gpus", {"devices": ["GPU:1", "GPU:3"], "communication": "hierarchical_copy"},
-     ("mirrored", ("GPU:1", "GPU:3"), 2, "hierarchical_copy", "per_replica", "data")),
+    ("8-gpus", {"devices": ["GPU:1", "GPU:3"]},
+     ("mirrored", ("GPU:1", "GPU:3"), 2, "nccl", "per_replica", "data")),
     ("8-gpus", {"strategy": "none"}, ("none", ("GPU:0",), 1, "none", "whole_step", "data")),
     ("8-gpus", {"strategy": "one_device", "devices": ["GPU:7"]},
      ("one_device", ("GPU:7",), 1, "none", "whole_step", "data")),
@@ -90,8 +87,8 @@ TABLE = [
     ("2-workers", {"strategy": "none"}, ("none", ("CPU:0",), 1, "none", "none", "data")),
     ("2-workers-with-gpus", {},
      ("multi_worker", tuple(f"GPU:{n}" for n in range(4)), 8, "nccl", "per_replica", "data")),
-    ("2-workers-with-gpus", {"communication": "ring", "devices": ["GPU:0"]},
-     ("multi_worker", ("GPU:0",), 2, "ring", "per_replica", "data")),
+    ("2-workers-with-gpus", {"devices": ["GPU:0"]},
+     ("multi_worker", ("GPU:0",), 2, "nccl", "per_replica", "data")),
     ("2-workers-with-parts", {}, ("multi_worker", ("GPU:0", "GPU:1"), 4, "ring", "per_replica", "data")),
     ("1-worker", {}, ("mirrored", ("GPU:0", "GPU:1"), 2, "nccl", "per_replica", "data")),
     ("chief-and-worker", {}, ("multi_worker", ("CPU:0",), 2, "ring", "none", "data")),
@@ -120,16 +117,15 @@ def test_every_decision_is_explained_and_is_data(machine, options, expected):
         assert all((decision.reason, decision.override)), decision
     data = plan.to_dict()
     assert json.loads(json.dumps(data)) == data
-    assert list(data) == [decision.name for decision in plan]
     assert data["devices"]["value"] == list(plan.devices.value)
     assert set(data["strategy"]) == {"value", "reason", "override"}
+    json.dumps(dataclasses.asdict(plan))
 
 
 def test_decisions_are_named_as_they_are_asked_for():
     plan = make_plan(MACHINES["8-gpus"], Options())
     assert all(getattr(plan, decision.name) is decision for decision in plan)
     assert {*MAY_DIFFER} < {decision.name for decision in plan}
-    assert {decision.name for decision in plan} <= {*dir(plan)}
     with pytest.raises(AttributeError, match="no decision 'strategie'. Its decisions are strategy, devices"):
         _ = plan.strategie
 
@@ -158,17 +154,6 @@ def test_a_plan_is_a_value():
         pytest.param("cpu", {"shard": "optimizer"}, "no replicas that could each hold", id="shards-alone"),
         pytest.param("cpu", {"devices": ["CPU:0", "CPU:1"]}, r"names CPU:1, .*\[.*\] \* 2", id="no-second-cpu"),
         pytest.param("8-gpus", {"devices": ["GPU:8"]}, "names GPU:8.*CUDA_VISIBLE_DEVICES", id="no-ninth-gpu"),
-        pytest.param("cpu", {"communication": "nccl"}, "works between whole GPUs", id="nccl-without-gpus"),
-        pytest.param("2-workers", {"communication": "nccl"}, "works between whole GPUs", id="nccl-between-cpus"),
-        pytest.param(
-            "8-gpus", {"communication": "nccl", "devices": ["CPU:0"]}, "there are 1 CPU here", id="nccl-on-the-cpu"
-        ),
-        pytest.param("parts-of-a-gpu", {"communication": "nccl"}, "there are parts of a GPU", id="nccl-between-parts"),
-        pytest.param(
-            "2-workers", {"communication": "hierarchical_copy"}, "works within one process", id="hierarchical-workers"
-        ),
-        pytest.param("2-workers", {"communication": "one_device"}, "works within one process", id="one-device-workers"),
-        pytest.param("8-gpus", {"communication": "ring"}, '"hierarchical_copy" or "one_device"', id="ring-of-gpus"),
         pytest.param("servers", {"jit": True, "exact": False}, "parameter servers. Leave jit out", id="servers-jit"),
     ],
 )
@@ -181,8 +166,7 @@ def test_what_cannot_work_is_refused(machine, options, says):
 VALUES = {
     "strategy": ["auto", "none", "one_device", "mirrored", "multi_worker", "parameter_server"],
     "devices": [["CPU:0"], ["GPU:0"], ["GPU:0", "GPU:1"]],
-    **{name: CHOICES[name] for name in ("communication", "jit", "exact", "prove", "shard_policy", "shard")},
-    "precision": [None, "mixed_bfloat16"],
+    **{name: CHOICES[name] for name in ("jit", "exact", "prove", "shard_policy", "shard")},
     "weighting": ["examples"],
     "deterministic": [True, 4],
     "min_shard_bytes": [{"min_shard_bytes": 8, "shard": "parameters"}],
@@ -213,7 +197,7 @@ def test_one_worker_that_is_left_goes_on(gpus):
             if plans[1] is not None:
                 assert plans[0] is not None, options
                 assert gpus == 2 or (plans[0].shard.value, plans[0].replicas.value) == ("none", 1), options
-    assert len(tried) > 50
+    assert len(tried) > 40
 
 
 def test_an_evaluator_holds_everything():
@@ -236,7 +220,7 @@ def test_precision_is_kept_and_a_faster_one_named(machine, faster):
     decision = make_plan(machine, Options()).precision
     assert decision.value == "float32"
     if faster:
-        assert decision.override == f'precision="{faster}"'
+        assert decision.override == f'keras.config.set_dtype_policy("{faster}")'
         assert f"{faster} would be faster" in decision.reason
     else:
         assert "would be faster" not in decision.reason
@@ -245,25 +229,17 @@ def test_precision_is_kept_and_a_faster_one_named(machine, faster):
 def test_the_least_of_several_gpus_counts():
     gpus = Device("GPU:0", "GPU", None, (9, 0)), Device("GPU:1", "GPU", None, (7, 5))
     machine = Hardware(1, None, (Device("CPU:0", "CPU"), *gpus), gpus)
-    assert make_plan(machine, Options()).precision.override == 'precision="mixed_float16"'
-    assert make_plan(machine, Options(devices=["GPU:0"])).precision.override == 'precision="mixed_bfloat16"'
+    assert '"mixed_float16"' in make_plan(machine, Options()).precision.override
+    assert '"mixed_bfloat16"' in make_plan(machine, Options(devices=["GPU:0"])).precision.override
     assert "would be faster" not in make_plan(machine, Options(devices=["CPU:0"])).precision.reason
 
 
 def test_the_policy_that_is_set_stays():
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        for precision in ("auto", None):
-            assert make_plan(MACHINES["8-gpus"], Options(precision=precision)).precision.value == "mixed_float16"
-        decision = make_plan(MACHINES["8-gpus"], Options(precision="float32")).precision
-        assert (decision.value, decision.reason) == ("float32", "requested")
-        assert keras.config.dtype_policy().name == "mixed_float16"
+        assert make_plan(MACHINES["8-gpus"], Options()).precision.value == "mixed_float16"
     finally:
         keras.config.set_dtype_policy("float32")
-
-
-def test_a_policy_that_the_machine_has_no_units_for():
-    assert "no GPU" in make_plan(MACHINES["cpu"], Options(precision="mixed_bfloat16")).precision.reason
 
 
 def test_exactness_can_be_given_up():
@@ -279,4 +255,3 @@ def test_a_strategy_that_is_handed_over():
     values = tuple(getattr(plan, name).value for name in COLUMNS)
     assert values == ("mirrored", (), 2, "given", "per_replica", "data")
     assert plan.strategy.reason == "given: a MirroredStrategy"
-    json.dumps(plan.to_dict())

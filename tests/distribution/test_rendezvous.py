@@ -9,7 +9,7 @@ import time
 import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.meeting import LONGEST, MessageSigner
+from keras_paragrad.distribution.messages import LONGEST, MessageSigner
 from keras_paragrad.distribution.rendezvous import _describe_cluster, rendezvous
 
 pytestmark = pytest.mark.fast

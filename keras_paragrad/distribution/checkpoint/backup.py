@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-import time
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
@@ -40,8 +39,6 @@ from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage import model_variables
 
 _log = logging.getLogger("keras_paragrad")
-# Seconds of waiting that are worth a word.
-_NOTICEABLE = 0.5
 
 
 class Backup(keras.callbacks.Callback):
@@ -118,8 +115,8 @@ class Backup(keras.callbacks.Callback):
         # The epoch that has just ended, and its logs.
         self._ended: tuple[int, dict[str, Any]] | None = None
         self._writer: BackupWriter | None = None
-        # Whether the latest backup failed, and whether a wait for one has been logged.
-        self._failing = self._has_waited = False
+        # Whether the latest backup failed.
+        self._failing = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Restores the newest backup, if there is one."""
@@ -129,9 +126,11 @@ class Backup(keras.callbacks.Callback):
         self._is_chief = placement.worker == 0
         self._checks = StopChecks(self._strategy, placement.workers)
         check_callback_states(self._stateful_callbacks)
-        self._agree_on_settings()
+        every = 0 if self.every == "epoch" else int(self.every)
+        settings = {"batches between backups": every, "as on_sigterm": int(self.on_sigterm)}
+        agree(self._strategy, settings, "settings of Backup")
         BackupWriter.wait_for_earlier(self.files)
-        self._writer, self._has_waited = None, False
+        self._writer = None
         stored, damage = common_backup(self._strategy, self.files)
         self._failing, self._resumption = False, None
         if stored:
@@ -224,16 +223,7 @@ class Backup(keras.callbacks.Callback):
     def _begin(self) -> None:
         """Reads the state, and begins to write it."""
         self._check_optimizers()
-        before = time.monotonic()
         self._finish()
-        waited = time.monotonic() - before
-        if waited > _NOTICEABLE and not self._has_waited:
-            self._has_waited = True
-            _log.warning(
-                "Training waited %.1f s for a backup, as the next one was due before it was written. Back up less "
-                "often: pass a larger every=, in batches.",
-                waited,
-            )
         self._writer = BackupWriter(self.files, self._strategy, self._snapshot())
 
     def _finish(self) -> bool:
@@ -306,14 +296,6 @@ class Backup(keras.callbacks.Callback):
     def _stateful_callbacks(self) -> list[keras.callbacks.Callback]:
         history = getattr(self.model, "history", None)
         return [*([history] if isinstance(history, keras.callbacks.History) else ()), *self.callbacks]
-
-    def _agree_on_settings(self) -> None:
-        """Raises on every worker if their settings differ."""
-        settings = {
-            "batches between backups": 0 if self.every == "epoch" else int(self.every),
-            "as on_sigterm": int(self.on_sigterm),
-        }
-        agree(self._strategy, settings, "settings of Backup")
 
     def _announce(self, resumption: Resumption, resumed: StoredBackup, damage: list[str]) -> None:
         """Logs on the chief where training resumes, and sets damaged backups aside."""

@@ -100,13 +100,9 @@ def dtype_name(dtype: np.dtype) -> str | None:
 
 
 class VariableInShards(NamedTuple):
-    """A variable whose value is in archives of shards.
+    """A variable whose value is in archives of shards; concatenated, these are the flat and padded variable.
 
-    Attributes:
-        shape: The shape of the whole variable.
-        dtype: Its dtype.
-        size: Number of elements of all shards; concatenated, they are the flat and padded variable.
-        member: The name of its array of bytes in each archive.
+    `size` is the number of elements of all shards, and `member` names the array of bytes in each archive.
     """
 
     shape: tuple[int, ...]

@@ -31,12 +31,7 @@ class DamagedBackupError(RuntimeError):
 
 
 class Position(NamedTuple):
-    """The position of training.
-
-    Attributes:
-        epoch: The epoch to resume in, counted from 0.
-        batch: Number of batches of the epoch trained on.
-    """
+    """Where training is: the epoch to resume in, from 0, and the number of its batches that were trained on."""
 
     epoch: int
     batch: int
@@ -59,13 +54,7 @@ def position_of(path: Path) -> Position | None:
 
 
 class Archive(NamedTuple):
-    """A file of arrays, in the format of `numpy.savez`, without code.
-
-    Attributes:
-        name: The file's name.
-        size: Its size in bytes.
-        digest: Its SHA-256, in hexadecimal.
-    """
+    """A file of arrays, in the format of `numpy.savez`, without code: its size in bytes, and SHA-256 in hexadecimal."""
 
     name: str
     size: int
@@ -94,13 +83,7 @@ def archive_name(position: Position, key: str, worker: int | None = None, worker
 
 
 class Manifest(NamedTuple):
-    """What a backup consists of.
-
-    Attributes:
-        position: The position of training.
-        key: The key of the attempt.
-        archives: The archive of whole variables, and then the archives of the workers' shards, if any.
-    """
+    """What a backup consists of: an archive of whole variables, and then those of the workers' shards, if any."""
 
     position: Position
     key: str
@@ -159,7 +142,7 @@ class BackupFiles:
         # Manifests are renamed into place, which object stores don't support.
         self.directory: Path = check_path("directory", directory, directory=True, example="backups")
         self.keep: int = check_integer("keep", keep, example=2)
-        self._found = self.directory.exists()
+        self._existed = self.directory.exists()
 
     def paths(self) -> list[Path]:
         """The files with a manifest's name, newest position first."""
@@ -238,7 +221,7 @@ class BackupFiles:
             if position_of(path) and is_backup(path):
                 path.unlink()
         self.remove_archives()
-        if not self._found:
+        if not self._existed:
             with contextlib.suppress(OSError):
                 self.directory.rmdir()
 

@@ -175,41 +175,26 @@ def explained_failures(cluster: Cluster | None) -> Generator[None]:
     try:
         yield
     except _ERRORS as error:
-        if cluster is None or cluster.worker_count == 1 or not _is_lost_worker(error):
+        # Without the name of a graph's node.
+        lines = [re.sub(r"^\{\{.*?\}\} ", "", line.strip()) for line in str(error).splitlines()]
+        lost = next((line[:300] for line in lines if any(sign in line for sign in _SIGNS)), None)
+        if cluster is None or cluster.worker_count == 1 or lost is None:
             raise
-        raise WorkerLostError(_explanation(cluster, error)) from error
-
-
-def _is_lost_worker(error: tf.errors.OpError) -> bool:
-    text = str(error)
-    return any(sign in text for sign in _SIGNS)
-
-
-def _explanation(cluster: Cluster, error: tf.errors.OpError) -> str:
-    """The message of `WorkerLostError`."""
-    suspects = _suspects(cluster, str(error))
-    return (
-        f"Worker {cluster.rank} of {cluster.worker_count} lost its connection to {suspects}. Most likely that process "
-        "was killed, ran out of memory, was preempted, or failed with an error shown at the end of its output. The "
-        "network may also have failed. Restart all workers: with dist.callbacks(directory) they resume from the "
-        "last backup, and `python -m keras_paragrad launch --max-restarts 3` restarts them automatically. TensorFlow "
-        f"said: {_first_line(error)}"
-    )
+        raise WorkerLostError(
+            f"Worker {cluster.rank} of {cluster.worker_count} lost its connection to {_suspects(cluster, str(error))}. "
+            "Most likely that process was killed, ran out of memory, was preempted, or failed with an error shown at "
+            "the end of its output. The network may also have failed. Restart all workers: with "
+            "dist.callbacks(directory) they resume from the last backup, and `python -m keras_paragrad launch "
+            f"--max-restarts 3` restarts them automatically. TensorFlow said: {lost}"
+        ) from error
 
 
 def _suspects(cluster: Cluster, text: str) -> str:
     """The workers that TensorFlow names, or all others."""
-    workers = [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
     offsets = {"chief": 0, "worker": len(cluster.jobs.get("chief", ()))}
     named = {offsets[job] + int(index) for job, index in _TASK.findall(text)} - {cluster.rank}
-    others = sorted(named) or [rank for rank in range(len(workers)) if rank != cluster.rank]
-    listed = [f"worker {rank} ({workers[rank]})" for rank in others if rank < len(workers)]
+    others = sorted(named) or [rank for rank in range(cluster.worker_count) if rank != cluster.rank]
+    listed = [f"worker {rank} ({cluster.workers[rank]})" for rank in others if rank < cluster.worker_count]
     if len(listed) > 8:
         listed = [*listed[:8], f"{len(listed) - 8} more"]
     return listed[0] if len(listed) == 1 else f"one of {', '.join(listed)}"
-
-
-def _first_line(error: tf.errors.OpError) -> str:
-    """The first line of an error that shows a lost worker, without the name of a graph's node before it."""
-    lines = [re.sub(r"^\{\{.*?\}\} ", "", line.strip()) for line in str(error).splitlines()]
-    return next((line for line in lines if any(sign in line for sign in _SIGNS)), type(error).__name__)[:300]

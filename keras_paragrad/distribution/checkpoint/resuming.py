@@ -23,14 +23,7 @@ from keras_paragrad.storage import model_variables
 
 
 class StoredBackup(NamedTuple):
-    """A backup that was read and verified.
-
-    Attributes:
-        path: Its manifest.
-        position: The position of training.
-        content: All but the shards.
-        reader: Reads variables in shards.
-    """
+    """A backup that was read and verified: its manifest's path, all but the shards, and what reads these."""
 
     path: Path
     position: Position
@@ -113,12 +106,10 @@ class Resumption:
     @property
     def other_kernels(self) -> str:
         """How this process's kernels differ from the backup's, in deterministic training; else empty."""
-        there = self._content.kernels if StepBuilder.of(self.model).stages.ordered else None
-        if there is None:
-            return ""
-        here = describe_kernels()
-        differing = [name for name in here if here[name] != there.get(name)]
-        return "; ".join(f"{name}: {there.get(name, 'unknown')} there, {here[name]} here" for name in differing)
+        stored = self._content.kernels if StepBuilder.of(self.model).stages.ordered else None
+        pairs = {} if stored is None else {name: (stored.get(name), now) for name, now in describe_kernels().items()}
+        differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        return "; ".join(f"{name}: {old or 'unknown'} there, {now} here" for name, (old, now) in differing.items())
 
     def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Resumes within the epoch, once Keras and all callbacks have begun it."""

@@ -79,11 +79,11 @@ class ArchiveReader:
             mine = {index for index, reader in enumerate(readers) if reader == worker} - checked
             checked |= mine
             damaged = [index in mine and not each.is_intact(self._directory) for index, each in enumerate(archives)]
-            found = gather(self._strategy, np.array(damaged, np.int64))
-            if not found.any():
+            newly_damaged = gather(self._strategy, np.array(damaged, np.int64))
+            if not newly_damaged.any():
                 return readers
             # Another worker may see an intact copy.
-            intact = intact - found
+            intact = intact - newly_damaged
 
     def read_whole(self) -> bytes:
         """The archive of what is whole."""

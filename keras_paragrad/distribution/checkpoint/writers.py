@@ -1,6 +1,7 @@
 """The user's callbacks in `fit`: only the chief's write files, and backups hold their state."""
 
 import copy
+import re
 import shutil
 import tempfile
 import weakref
@@ -13,7 +14,6 @@ import keras
 
 from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation, with_those_of_updates
 from keras_paragrad.arguments import check_each, check_flag, check_instance
-from keras_paragrad.compat.types import Logs
 from keras_paragrad.distribution.checkpoint.content import STORABLE, UnstorableError, encode, state_in_words
 
 # These read variables, which may be a collective operation; the attribute is the path they write to.
@@ -31,7 +31,7 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
     """The callbacks for `fit` on a worker, so that no two workers write the same file.
 
     The chief uses all of them. On other workers, `ModelCheckpoint` and `TensorBoard` take part in reading the model,
-    and write to a temporary directory that is emptied; `CSVLogger` and `RemoteMonitor` are omitted. Other callbacks
+    and write to a temporary directory, which is removed; `CSVLogger` and `RemoteMonitor` are omitted. Other callbacks
     are unchanged: a custom one that writes must check which worker it is on.
 
     Args:
@@ -56,7 +56,11 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
     callbacks = check_callbacks(callbacks)
     is_chief = check_flag("is_chief", is_chief)
     for callback in with_those_of_updates(callbacks):
-        _refuse(callback)
+        if isinstance(callback, _OTHER_BACKUPS):
+            raise ValueError(
+                f"{type(callback).__name__} can't be used by several workers: they would write the same files, or "
+                "resume at different steps. Write callbacks=dist.callbacks(directory) instead."
+            )
     if is_chief:
         return callbacks
     return [replacement for callback in callbacks for replacement in _without_files(callback)]
@@ -71,15 +75,6 @@ def check_callbacks(callbacks: object) -> list[keras.callbacks.Callback]:
     return list(check_each("callbacks", callbacks, check, "Keras callbacks"))
 
 
-def _refuse(callback: keras.callbacks.Callback) -> None:
-    """Raises for callbacks that write the same files on every worker."""
-    if isinstance(callback, _OTHER_BACKUPS):
-        raise ValueError(
-            f"{type(callback).__name__} can't be used by several workers: they would write the same files, or resume "
-            "at different steps. Write callbacks=dist.callbacks(directory) instead."
-        )
-
-
 def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
     """What a worker that writes no files calls in place of a callback: it, nothing, or a copy that writes elsewhere."""
     if isinstance(callback, _CHIEF_ONLY):
@@ -91,47 +86,12 @@ def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.C
     attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)
     if attribute is None:
         return [callback]
-    # TensorBoard keeps its files open until training ends.
-    scratch = ScratchDirectory(emptied=attribute == "filepath")
-    elsewhere = copy.copy(callback)
-    setattr(elsewhere, attribute, str(scratch.path / Path(getattr(callback, attribute)).name))
-    return [elsewhere, scratch]
-
-
-class ScratchDirectory(keras.callbacks.Callback):
-    """A directory that exists while `fit` runs, emptied after the callbacks before this one have written to it."""
-
-    changes_training = False
-
-    def __init__(self, emptied: bool):
-        super().__init__()
-        self._emptied = emptied
-        self.path = Path(tempfile.mkdtemp(prefix="keras_paragrad_"))
-        # If `fit` fails, the directory is removed with this callback.
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Empties the directory."""
-        self._empty()
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Empties the directory."""
-        self._empty()
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        """Empties the directory for the last time."""
-        self._emptied = True
-        self._empty()
-
-    def _empty(self) -> None:
-        """Removes everything in the directory, if it is to be emptied."""
-        if not self._emptied:
-            return
-        for path in self.path.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    elsewhere, scratch = copy.copy(callback), tempfile.mkdtemp(prefix="keras_paragrad_")
+    # Without the numbers of epochs and batches, each file takes the place of the one before.
+    name = re.sub(r"\{.*?\}", "", Path(getattr(callback, attribute)).name)
+    setattr(elsewhere, attribute, f"{scratch}/unused{name}")
+    weakref.finalize(elsewhere, shutil.rmtree, scratch, ignore_errors=True)
+    return [elsewhere]
 
 
 # The attributes that hold the state of Keras's callbacks.
@@ -164,7 +124,12 @@ class HasState(Protocol):
 
 def callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
     """The state of each callback that has any, by its class and its index among the callbacks of the class."""
-    return {name: _callback_state(callback) for name, callback in _callbacks_by_name(callbacks).items()}
+    return {
+        name: callback.get_state()
+        if isinstance(callback, HasState)
+        else {key: getattr(callback, key) for key in _state_attributes(callback) if hasattr(callback, key)}
+        for name, callback in _callbacks_by_name(callbacks).items()
+    }
 
 
 def check_callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> None:
@@ -210,13 +175,6 @@ def _callbacks_by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[st
             named[f"{kind} {count[kind]}"] = callback
             count[kind] += 1
     return named
-
-
-def _callback_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """The state of a callback of the user's, or the values of the attributes of one of Keras's."""
-    if isinstance(callback, HasState):
-        return callback.get_state()
-    return {name: getattr(callback, name) for name in _state_attributes(callback) if hasattr(callback, name)}
 
 
 def _state_attributes(callback: keras.callbacks.Callback) -> tuple[str, ...]:

@@ -20,14 +20,9 @@ from keras_paragrad.distribution.workers import broadcast_bytes
 
 
 class Snapshot(NamedTuple):
-    """The state of training in host memory.
+    """The state of training in host memory: this worker's shards, and on the chief the content, unless it is a failure.
 
-    Attributes:
-        position: The position of training.
-        key: The key of this attempt, the same on all workers.
-        content: All but the shards; `None` on workers other than the chief, or if there is a failure.
-        shards: This worker's shards.
-        failure: What the state has that can't be stored.
+    The key of this attempt is the same on all workers.
     """
 
     position: Position
@@ -41,11 +36,7 @@ class BackupWriter:
     """Writes a worker's archives in a thread; the manifest follows the archives of all workers.
 
     Where there are no other workers' shards, the thread of the chief writes it; else the chief in `finish`, in which
-    the workers tell each other the sizes and checksums of their archives.
-
-    Attributes:
-        position: The position of training.
-        failure: Why the backup wasn't written, after `finish`.
+    the workers tell each other the sizes and checksums of their archives. Then `failure` says why it wasn't written.
     """
 
     def __init__(self, files: BackupFiles, strategy: tf.distribute.Strategy, snapshot: Snapshot):

@@ -7,7 +7,7 @@ from keras_paragrad.arguments import quote
 from keras_paragrad.distribution.cluster import (
     DEFAULT_PORT,
     MOST_TASKS,
-    ClusterDescription,
+    Cluster,
     ClusterKind,
     read_integer,
     read_port,
@@ -29,13 +29,22 @@ class Kubernetes(ClusterKind):
     source = "Kubernetes"
     precedence = 30
 
-    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
+    def read(self, environment: Mapping[str, str]) -> Cluster | None:
         """Reads a pod's variables; `None` unless `KERAS_PARAGRAD_WORKERS` is set."""
         if "KERAS_PARAGRAD_WORKERS" not in environment:
             return None
         workers = read_integer(environment, "KERAS_PARAGRAD_WORKERS", 1, MOST_TASKS)
-        name, ordinal = _name_and_ordinal(environment)
-        index = read_integer(environment, "JOB_COMPLETION_INDEX") if "JOB_COMPLETION_INDEX" in environment else ordinal
+        # The name of the Job or StatefulSet, and the pod's index.
+        match = _HOSTNAME.fullmatch(host := environment.get("HOSTNAME", "").split(".")[0])
+        if match is None:
+            raise ValueError(
+                f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {quote(host)}, which does not end in a pod's index, "
+                "as 'train-0' does. Run the pods in a Job with `completionMode: Indexed` or in a StatefulSet; "
+                "elsewhere, describe the cluster in TF_CONFIG."
+            )
+        name, index = match[1], int(match[2])
+        if "JOB_COMPLETION_INDEX" in environment:
+            index = read_integer(environment, "JOB_COMPLETION_INDEX")
         service = environment.get("KERAS_PARAGRAD_SERVICE", "").strip().strip(".")
         if not service:
             raise ValueError(
@@ -43,22 +52,8 @@ class Kubernetes(ClusterKind):
                 "service: the pods' `subdomain`, or the StatefulSet's `serviceName`."
             )
         port = read_port(environment, DEFAULT_PORT)
-        return ClusterDescription(
-            {"worker": tuple(f"{name}-{rank}.{service}:{port}" for rank in range(workers))}, "worker", index
-        )
-
-
-def _name_and_ordinal(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The name of the Job or StatefulSet and the pod's index, from the pod's host name."""
-    host = environment.get("HOSTNAME", "").split(".")[0]
-    match = _HOSTNAME.fullmatch(host)
-    if match is None:
-        raise ValueError(
-            f"KERAS_PARAGRAD_WORKERS is set, but HOSTNAME is {quote(host)}, which does not end in a pod's index, as "
-            "'train-0' does. Run the pods in a Job with `completionMode: Indexed` or in a StatefulSet; elsewhere, "
-            "describe the cluster in TF_CONFIG."
-        )
-    return match[1], int(match[2])
+        addresses = tuple(f"{name}-{rank}.{service}:{port}" for rank in range(workers))
+        return Cluster({"worker": addresses}, "worker", index, self.source)
 
 
 KIND: ClusterKind = Kubernetes()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.cluster import DEFAULT_PORT, ClusterDescription, ClusterKind, read_port
+from keras_paragrad.distribution.cluster import DEFAULT_PORT, Cluster, ClusterKind, read_port
 from keras_paragrad.plain_text import read_json
 
 
@@ -14,7 +14,7 @@ class SageMaker(ClusterKind):
     precedence = 20
     run_variables = ("TRAINING_JOB_NAME",)
 
-    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
+    def read(self, environment: Mapping[str, str]) -> Cluster | None:
         """Reads `SM_HOSTS` and `SM_CURRENT_HOST`; `None` if they are not set."""
         if "SM_HOSTS" not in environment:
             return None
@@ -30,7 +30,8 @@ class SageMaker(ClusterKind):
                 f"SM_CURRENT_HOST is {quote(current)}, which is not in SM_HOSTS={text:.200}. Set it to one of them."
             )
         port = read_port(environment, DEFAULT_PORT)
-        return ClusterDescription({"worker": tuple(f"{host}:{port}" for host in hosts)}, "worker", hosts.index(current))
+        addresses = tuple(f"{host}:{port}" for host in hosts)
+        return Cluster({"worker": addresses}, "worker", hosts.index(current), self.source)
 
 
 KIND: ClusterKind = SageMaker()

@@ -6,10 +6,7 @@ import re
 from collections.abc import Mapping
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.cluster import MOST_TASKS, ClusterDescription, ClusterKind, read_integer, read_port
-
-# Ports are numbers, too.
-MOST_NUMBERS = 65536
+from keras_paragrad.distribution.cluster import MOST_TASKS, Cluster, ClusterKind, read_integer, read_port
 
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
@@ -31,8 +28,10 @@ def expand_nodes(text: str) -> list[str]:
         raise ValueError(f"{quote(text)} is not a list of nodes. Expected a form such as 'node[01-03,07],gpu-a[1-2]'.")
     nodes: list[str] = []
     for part in parts:
-        nodes += _expand_part(part, text)
-        _check_count(len(nodes), text)
+        # Every other token was in brackets, of which the last varies fastest, as in `rack[1-2]node[1-2]`.
+        choices = [expand_numbers(token) if index % 2 else [token] for index, token in enumerate(_GROUP.split(part))]
+        _check_count(len(nodes) + math.prod(map(len, choices)), text)
+        nodes += ["".join(tokens) for tokens in itertools.product(*choices)]
     return nodes
 
 
@@ -70,22 +69,16 @@ def expand_numbers(text: str) -> list[str]:
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"{quote(text)} is not a list of numbers. Expected a form such as '01-03,07'.")
         first, last = match[1], match[2] or match[1]
-        _check_count(len(numbers) + int(last) - int(first) + 1, text, MOST_NUMBERS)
+        _check_count(len(numbers) + int(last) - int(first) + 1, text)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
 
-def _expand_part(part: str, text: str) -> list[str]:
-    """Expands all brackets of a part, varying the last one fastest; e.g. `rack[1-2]node[1-2]` has two."""
-    # Every other token was in brackets.
-    choices = [expand_numbers(token) if index % 2 else [token] for index, token in enumerate(_GROUP.split(part))]
-    _check_count(math.prod(map(len, choices)), text)
-    return ["".join(tokens) for tokens in itertools.product(*choices)]
-
-
-def _check_count(count: int, text: str, limit: int = MOST_TASKS) -> None:
-    if count > limit:
-        raise ValueError(f"{quote(text)} expands to {count} or more entries; at most {limit} are allowed. Correct it.")
+def _check_count(count: int, text: str) -> None:
+    if count > MOST_TASKS:
+        raise ValueError(
+            f"{quote(text)} expands to {count} or more entries; at most {MOST_TASKS} are allowed. Correct it."
+        )
 
 
 # A job gets one of `JOBS` ranges of ports, all below the ephemeral ports.
@@ -103,33 +96,27 @@ class Slurm(ClusterKind):
     run_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     command = "srun keras-paragrad launch train.py"
 
-    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
+    def read(self, environment: Mapping[str, str]) -> Cluster | None:
         """Reads the variables that `srun` sets for each task; `None` if it did not start this process."""
         if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
             return None
         nodes = expand_nodes(environment["SLURM_STEP_NODELIST"])
         tasks = _tasks_on_nodes(environment, len(nodes))
-        ports = _ports(environment, max(tasks))
-        workers = [f"{node}:{port}" for node, count in zip(nodes, tasks, strict=True) for port in ports[:count]]
-        return ClusterDescription({"worker": tuple(workers)}, "worker", _index(environment, tasks))
+        port = read_port(environment, _port_of_job(environment))
+        workers = [f"{node}:{port + task}" for node, count in zip(nodes, tasks, strict=True) for task in range(count)]
+        return Cluster({"worker": tuple(workers)}, "worker", _index(environment, tasks), self.source)
 
 
 def _tasks_on_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
     """The number of the step's tasks on each node, checked against their total."""
-    total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    expected = read_integer(environment, total, 1, MOST_TASKS)
-    if "SLURM_STEP_TASKS_PER_NODE" not in environment and expected % nodes:
-        raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE is not set, and {expected} tasks ({total}) can't be spread evenly over {nodes} "
-            "nodes. Start the step with srun, which sets it."
-        )
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE", f"{expected // nodes}(x{nodes})")
+    expected = read_integer(environment, "SLURM_STEP_NUM_TASKS", 1, MOST_TASKS)
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks = expand_tasks(text)
     if len(tasks) != nodes or sum(tasks) != expected:
         raise ValueError(
             f"SLURM_STEP_TASKS_PER_NODE={text:.200} is {sum(tasks)} tasks on {len(tasks)} nodes, but "
-            f"SLURM_STEP_NODELIST={environment['SLURM_STEP_NODELIST']:.200} names {nodes} nodes and {total} is "
-            f"{expected}. Start the step with srun, and don't change its variables."
+            f"SLURM_STEP_NODELIST={environment['SLURM_STEP_NODELIST']:.200} names {nodes} nodes and "
+            f"SLURM_STEP_NUM_TASKS is {expected}. Start the step with srun, and don't change its variables."
         )
     return tasks
 
@@ -147,28 +134,10 @@ def _index(environment: Mapping[str, str], tasks: list[int]) -> int:
     return sum(tasks[:node]) + task
 
 
-def _ports(environment: Mapping[str, str], needed: int) -> list[int]:
-    """A port for each task on a node: the step's reserved ports, or ports that other jobs are unlikely to use."""
-    reserved = environment.get("SLURM_STEP_RESV_PORTS")
-    if "KERAS_PARAGRAD_PORT" in environment or not reserved:
-        first = read_port(environment, _port_of_job(environment))
-        return list(range(first, first + needed))
-    ports = [int(port) for port in expand_numbers(reserved)]
-    if len(ports) < needed:
-        raise ValueError(
-            f"SLURM_STEP_RESV_PORTS={reserved:.200} has {len(ports)} ports for {needed} tasks on one node. "
-            f"Start the step with srun --resv-ports={needed}, or set KERAS_PARAGRAD_PORT to the first of {needed} free "
-            "ports."
-        )
-    return ports
-
-
 def _port_of_job(environment: Mapping[str, str]) -> int:
     """A port that is the same on all nodes, differs between jobs and steps, and is below the ephemeral ports."""
-    job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
-    step = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environment else "SLURM_STEPID"
-    steps = read_integer(environment, step) if step in environment else 0
-    return FIRST_PORT + PORTS_PER_JOB * ((read_integer(environment, job) + 97 * steps) % JOBS)
+    steps = read_integer(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
+    return FIRST_PORT + PORTS_PER_JOB * ((read_integer(environment, "SLURM_JOB_ID") + 97 * steps) % JOBS)
 
 
 KIND: ClusterKind = Slurm()

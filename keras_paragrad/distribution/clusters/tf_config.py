@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.distribution.cluster import ClusterDescription, ClusterKind
+from keras_paragrad.distribution.cluster import Cluster, ClusterKind
 from keras_paragrad.plain_text import read_json
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
@@ -18,7 +18,7 @@ class TfConfig(ClusterKind):
     # Set for this process, by hand or by a launcher within a scheduler's job.
     precedence = 10
 
-    def read(self, environment: Mapping[str, str]) -> ClusterDescription | None:
+    def read(self, environment: Mapping[str, str]) -> Cluster | None:
         """Reads `TF_CONFIG`; `None` if it is not set, or describes no cluster."""
         text = environment.get("TF_CONFIG", "").strip()
         if not text:
@@ -33,9 +33,8 @@ class TfConfig(ClusterKind):
             return None
         task = _expect(config.get("task"), dict, "`task`")
         job = _expect(task.get("type"), str, "`task.type`")
-        return ClusterDescription(
-            {name: _addresses(name, hosts) for name, hosts in cluster.items()}, job, _index(task.get("index"))
-        )
+        jobs = {name: _addresses(name, hosts) for name, hosts in cluster.items()}
+        return Cluster(jobs, job, _index(task.get("index")), self.source)
 
 
 def _expect(value: object, kind: type, name: str) -> Any:

@@ -44,8 +44,8 @@ def check_same(
         return
     text, worker = json.dumps(description).encode(), replica_placement(strategy).worker
     pair = [broadcast_bytes(strategy, text if worker == each else None, each) for each in (0, others[0])]
-    found = itertools.islice(differences(*map(json.loads, pair)), _MOST_DIFFERENCES)
-    listed = "; ".join(f"{path}: {one} on worker 0, {other} on worker {others[0]}" for path, one, other in found)
+    differing = itertools.islice(differences(*map(json.loads, pair)), _MOST_DIFFERENCES)
+    listed = "; ".join(f"{path}: {one} on worker 0, {other} on worker {others[0]}" for path, one, other in differing)
     also = f" Workers {', '.join(map(str, others))} differ from worker 0." if len(others) > 1 else ""
     raise ValueError(f"{says}: {listed}.{also}{advice}")
 

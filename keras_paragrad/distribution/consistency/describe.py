@@ -50,8 +50,8 @@ _ONLY_SHOW = (
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that determine what is computed."""
     names = ("keras", "tensorflow", "numpy", "keras_paragrad")
-    found = {name: str(getattr(sys.modules.get(name), "__version__", None) or version(name)) for name in names}
-    return {"python": "{}.{}".format(*sys.version_info), **found}
+    packages = {name: str(getattr(sys.modules.get(name), "__version__", None) or version(name)) for name in names}
+    return {"python": "{}.{}".format(*sys.version_info), **packages}
 
 
 def describe_kernels() -> dict[str, str]:

@@ -1,48 +1,16 @@
-"""Shard policies, which divide data among workers, and the shards of a global batch for each replica."""
+"""The shards of a global batch for each replica."""
 
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_choice
 from keras_paragrad.compat.data import check_is_batched
 from keras_paragrad.compat.state import warn
-from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
+from keras_paragrad.compat.types import Batch, Dataset, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
-from keras_paragrad.distribution.decision import SHARD_POLICIES
 from keras_paragrad.engine.batches.replica_batch import DIFFERENT_ROWS
 from keras_paragrad.plain_text import counted
-
-_OFF = (
-    "which would train every worker on all the data it reads. If each worker reads its own shard, write "
-    'shard_policy="already_sharded"; if all read the same data, shard_policy="data".'
-)
-
-
-def check_policy(policy: str) -> str:
-    """The argument `shard_policy`."""
-    if isinstance(policy, str) and policy.lower() == "off":
-        raise ValueError(f'`shard_policy` is "off", {_OFF}')
-    return check_choice("shard_policy", policy, SHARD_POLICIES)
-
-
-def choose_policy(policy: str, x: FitData, workers: int) -> str:
-    """How workers share data: `"data"` for `"auto"`."""
-    if workers == 1:
-        return "data"
-    asked = x.options().experimental_distribute.auto_shard_policy if isinstance(x, tf.data.Dataset) else None
-    if policy == "auto" and asked == tf.data.experimental.AutoShardPolicy.OFF:
-        raise ValueError(f"The dataset's options set AutoShardPolicy.OFF, {_OFF}")
-    return "data" if policy == "auto" else policy
-
-
-def worker_batches(batches: Dataset, policy: str, placement: ReplicaPlacement) -> tuple[Dataset, ReplicaPlacement]:
-    """The batches that this worker reads, and the replicas that they are sharded over: all, or this worker's."""
-    if policy == "data" or placement.workers == 1:
-        return batches, placement
-    return batches, ReplicaPlacement(replicas=placement.local, local=placement.local, first=0)
-
 
 # AutoGraph takes longer to convert these functions than tracing takes.
 _unconverted = tf.autograph.experimental.do_not_convert

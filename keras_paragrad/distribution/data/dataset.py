@@ -18,7 +18,7 @@ from keras_paragrad.compat.data import adapter_of, is_batched, reads_arrays
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.compat.workers import ReplicaPlacement, all_or_none, replica_placement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
-from keras_paragrad.distribution.data.batch_sharding import check_batches, check_policy, choose_policy
+from keras_paragrad.distribution.data.batch_sharding import check_batches
 from keras_paragrad.distribution.data.distributed import DistributedData, Feed
 from keras_paragrad.distribution.data.sources import (
     ArraySource,
@@ -28,6 +28,7 @@ from keras_paragrad.distribution.data.sources import (
     common_seed,
     is_endless,
 )
+from keras_paragrad.distribution.options import SHARD_POLICIES
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class DataOptions:
     shuffle: bool | str = False
     class_weight: dict[int, float] | None = None
     steps_per_epoch: int | None = None
-    shard_policy: str = "auto"
+    shard_policy: str = "data"
     prefetch: bool | int = True
     seed: int | None = None
 
@@ -48,7 +49,7 @@ class DataOptions:
             "shuffle": check_choice("shuffle", self.shuffle, (True, False, "batch")),
             "class_weight": _check_class_weight(self.class_weight),
             "steps_per_epoch": check_integer("steps_per_epoch", self.steps_per_epoch, example=100, optional=True),
-            "shard_policy": check_policy(self.shard_policy),
+            "shard_policy": check_choice("shard_policy", self.shard_policy, SHARD_POLICIES),
             "prefetch": check_integer("prefetch", self.prefetch, also=(True, False)),
             "seed": check_integer("seed", self.seed, least=0, optional=True),
         }
@@ -93,7 +94,7 @@ def distributed_dataset(
     shuffle: bool | str = False,
     class_weight: dict[int, float] | None = None,
     steps_per_epoch: int | None = None,
-    shard_policy: str = "auto",
+    shard_policy: str = "data",
     prefetch: bool | int = True,
     seed: int | None = None,
     parts: int | None = None,
@@ -116,7 +117,7 @@ def distributed_dataset(
         class_weight: As in `fit`.
         steps_per_epoch: As in `fit`; pass it there too.
         shard_policy: How workers share the data. `"data"`: all read the same, and take their rows of each batch.
-            `"already_sharded"`: the data of each is its shard. `"auto"`: `"data"`.
+            `"already_sharded"`: the data of each is its shard.
         prefetch: Whether to prefetch batches, or how many.
         seed: The shuffling seed; the first worker's is used. By default the seed of
             `keras.utils.set_random_seed`, else one that the first worker draws.
@@ -146,22 +147,18 @@ def distributed_dataset(
     def check_options() -> DataOptions:
         request = DataOptions(batch_size, shuffle, class_weight, steps_per_epoch, shard_policy, prefetch, seed)
         request.check_data(x)
+        if parts and request.shard_policy != "data":
+            raise ValueError(
+                f'shard_policy="{shard_policy}" has each worker read its own data, so batches depend on the number of '
+                "workers, and deterministic training can't. Pass all the data on every worker, and write "
+                'shard_policy="data".'
+            )
         return request
 
     request = all_or_none(strategy, check_options)
     shared_seed = common_seed(strategy, request.seed)
-
-    def open_data() -> tuple[str, Source]:
-        policy = choose_policy(request.shard_policy, x, placement.workers)
-        if parts and policy != "data":
-            raise ValueError(
-                f'shard_policy="{policy}" has each worker read its own data, so batches depend on the number of '
-                "workers, and deterministic training can't. Pass all the data on every worker, and write "
-                'shard_policy="data".'
-            )
-        return policy, _open_source((x, y, sample_weight), request, policy, placement, shared_seed)
-
-    policy, source = all_or_none(strategy, open_data)
+    policy, rows = request.shard_policy if placement.workers > 1 else "data", (x, y, sample_weight)
+    source = all_or_none(strategy, lambda: _open_source(rows, request, policy, placement, shared_seed))
     steps = common_steps(strategy, source, policy) if placement.workers > 1 else source.steps
     # Workers that read other data than each other may run out of it at different steps.
     equal_steps = placement.workers == 1 or (policy == "data" and steps is not None)
@@ -172,8 +169,7 @@ def distributed_dataset(
 
 def undivided_dataset(strategy: tf.distribute.Strategy, x: FitData, *arrays: Any, **options: Any) -> DistributedData:
     """Data for a mesh: every worker reads the whole batches, in the same order."""
-    policy = options.get("shard_policy", "auto")
-    if policy not in ("auto", "data"):
+    if (policy := options.get("shard_policy", "data")) != "data":
         raise ValueError(
             f"shard_policy={policy!r}, but on a mesh every worker reads all batches. Pass the whole data "
             "on all workers, and leave shard_policy out."

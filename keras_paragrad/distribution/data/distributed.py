@@ -10,7 +10,7 @@ from keras_paragrad.compat.data import CustomAdapter, read_as_validation, trust_
 from keras_paragrad.compat.types import Batch, Dataset, Logs, Specs
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
-from keras_paragrad.distribution.data.batch_sharding import shard_batches, worker_batches
+from keras_paragrad.distribution.data.batch_sharding import shard_batches
 from keras_paragrad.distribution.data.sources import Source
 
 
@@ -72,15 +72,17 @@ class Feed(tf.distribute.DistributedDataset):
 
     def _shards(self, epoch: int) -> Dataset:
         """One shard for each replica on this worker, batch after batch, prefetched as requested."""
-        batches = self._source.batches(epoch)
+        batches, placement = self._source.batches(epoch), self._placement
         batches = self.tally.recorded(batches) if self.tally else batches
-        shards = shard_batches(*worker_batches(batches, self._policy, self._placement))
+        if self._policy == "already_sharded":
+            placement = ReplicaPlacement(replicas=placement.local, local=placement.local, first=0)
+        shards = shard_batches(batches, placement)
         options = tf.data.Options()
         options.deterministic = True
         shards = shards.with_options(options)
         if not self._prefetch:
             return shards
-        return shards.prefetch(tf.data.AUTOTUNE if self._prefetch is True else self._prefetch * self._placement.local)
+        return shards.prefetch(tf.data.AUTOTUNE if self._prefetch is True else self._prefetch * placement.local)
 
 
 class DistributedData(CustomAdapter):

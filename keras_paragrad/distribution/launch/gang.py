@@ -32,10 +32,8 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 class Output:
     """The launcher's messages, and the files of the processes that don't print where it does.
 
-    The first process of a machine prints where the launcher does; each of the others has a file.
-
-    Attributes:
-        saved: The path of a file that a process makes once it has written a backup.
+    The first process of a machine prints where the launcher does; each of the others has a file. A process makes the
+    file `saved` once it has written a backup.
     """
 
     def __init__(self, directory: str | None = None):

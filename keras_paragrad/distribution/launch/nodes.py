@@ -18,19 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras_paragrad
+from keras_paragrad.distribution.joining import Wait, join
 from keras_paragrad.distribution.launch.tasks import Layout, Place
-from keras_paragrad.distribution.meeting import (
-    LONGEST,
-    LOOK,
-    Caller,
-    Meeting,
-    MessageSigner,
-    Wait,
-    difference,
-    host_of,
-    join,
-    keep_alive,
-)
+from keras_paragrad.distribution.meeting import Caller, Meeting
+from keras_paragrad.distribution.messages import LONGEST, LOOK, MessageSigner, difference, host_of, keep_alive
 
 # The status of a gang that ends in order to meet again; no process has it.
 MEETS_AGAIN = -1

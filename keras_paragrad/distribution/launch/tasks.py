@@ -19,13 +19,7 @@ _PORTS = range(1024, 65536)
 
 @dataclass(frozen=True)
 class Task:
-    """One process of a cluster.
-
-    Attributes:
-        job: "chief", "worker" or "ps".
-        index: Its index within its job.
-        environment: Its environment variables.
-    """
+    """One process of a cluster: a "chief", "worker" or "ps", and its environment variables."""
 
     job: str
     index: int
@@ -39,13 +33,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """A machine's part of a cluster.
-
-    Attributes:
-        jobs: The addresses of each job's tasks, on all machines.
-        token: The token of this run's processes.
-        first: The index of the machine's first worker.
-    """
+    """A machine's part of a cluster: addresses on all machines, the run's token, and the index of its first worker."""
 
     jobs: Mapping[str, Sequence[str]]
     token: str

@@ -6,9 +6,10 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
+from keras_paragrad.distribution.joining import StoppedError
 from keras_paragrad.distribution.launch.gang import Events, Gang, Output, Resize, Signalled
 from keras_paragrad.distribution.launch.nodes import (
     MEETS_AGAIN,
@@ -18,8 +19,7 @@ from keras_paragrad.distribution.launch.nodes import (
     RendezvousSettings,
     RepeatedRendezvous,
 )
-from keras_paragrad.distribution.launch.tasks import Layout, Task
-from keras_paragrad.distribution.meeting import StoppedError
+from keras_paragrad.distribution.launch.tasks import Layout
 from keras_paragrad.plain_text import counted
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -84,8 +84,8 @@ class _Worlds:
     """Starts gangs, the workers that train together, one after another."""
 
     def __init__(self, command: Sequence[str], supervision: Supervision, output: Output, events: Events):
-        self._command, self._supervision = command, supervision
-        self._output, self._events = output, events
+        self._supervision, self._output, self._events = supervision, output, events
+        self._for_gangs = command, supervision.grace, output, events
         self._restarts = 0
 
     def run_here(self, layout: Layout) -> int:
@@ -96,7 +96,7 @@ class _Worlds:
         while True:
             gangs += 1
             here = dataclasses.replace(layout, workers=len(gpu_slots), gpu_slots=gpu_slots)
-            gang = self._gang(here.tasks(os.environ), gangs)
+            gang = Gang(here.tasks(os.environ), *self._for_gangs, gangs)
             regrowth = self._regrowth(gangs, losses) if len(gpu_slots) < layout.workers else None
             status = gang.run()
             if regrowth is not None:
@@ -156,7 +156,7 @@ class _Worlds:
             if len(nodes.ranks) < rendezvous.most:
                 who = f"node {ranks} has" if len(nodes.ranks) == 1 else f"nodes {ranks} have"
             self._output.say(f"{who} joined, with {workers}")
-            gang = self._gang(layout.tasks(os.environ, nodes.place), number, nodes.end)
+            gang = Gang(layout.tasks(os.environ, nodes.place), *self._for_gangs, number, nodes.end)
             status = gang.run()
             return status or self._await_nodes(nodes, gang, number), gang
         finally:
@@ -175,14 +175,6 @@ class _Worlds:
                 nodes.end(128 + event.number, f"received {signal.Signals(event.number).name}", leaves=True)
                 return 128 + event.number
         return 0
-
-    def _gang(
-        self,
-        tasks: Sequence[Task],
-        number: int,
-        on_failure: Callable[[int, str, bool], None] = lambda status, reason, leaves: None,
-    ) -> Gang:
-        return Gang(tasks, self._command, self._supervision.grace, self._output, self._events, number, on_failure)
 
     def _regrowth(self, gang: int, losses: int) -> threading.Timer | None:
         """Starts a timer after which a gang ends, so that one with all workers can follow; `None` if none is wanted."""

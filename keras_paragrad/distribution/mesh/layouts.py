@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import keras
 
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.state import warn_once
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.engine.mesh.mesh_tracing import layout_keys
 from keras_paragrad.storage.dtensor import Axes
@@ -84,42 +83,15 @@ def _by_heads(variable: keras.Variable, axes: Axes) -> bool:
     return not sharded or sharded == [_head_dimension(variable)]
 
 
-def check_layout_map(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | None) -> None:
-    """Refuses a layout map whose keys all match nothing; warns if some do, as in the map of a family of models."""
-    paths = [variable.path for variable in model.variables]
-    known = [*paths, *(outputs or ())]
-    keys = list(layout_keys(mesh.distribution))
-    unmatched = [key for key in keys if not any(key == path or re.fullmatch(key, path) for path in known)]
-    if outputs is None:
-        # These may match the output of a layer, once a step is traced.
-        unmatched = [key for key in unmatched if "output" not in key]
-    elif not any("output" in key for key in unmatched):
-        # The call before tracing has reported them.
-        return
-    if not unmatched:
-        return
-    expected = (
-        f"The variables of {model.name!r} are {quote(paths[:8])}{' and others' * (len(paths) > 8)}, and a key has to "
-        f"match a whole path{_suggestion(unmatched, known)}."
-    )
-    named = ", ".join(map(repr, unmatched))
-    if len(unmatched) == len(keys):
-        raise ValueError(f"No key of the layout map matches a variable or the output of a layer: {named}. {expected}")
-    many = len(unmatched) > 1
-    warn_once(
-        model,
-        f"{'These keys' if many else 'A key'} of the layout map match{'' if many else 'es'} no variable or output of a "
-        f"layer, and divide{'' if many else 's'} nothing: {named}. {expected}",
-    )
-
-
-def _suggestion(keys: list[str], known: list[str]) -> str:
-    """What to write instead of a key that matches a part of a path."""
-    for key in keys:
-        for longer in (f".*{key}", f"{key}.*", f".*{key}.*"):
-            if any(re.fullmatch(longer, path) for path in known):
-                return f": write {longer!r} instead of {key!r}"
-    return ""
+def check_layout_map(model: keras.Model, mesh: Mesh) -> None:
+    """Refuses a layout map that divides nothing. Keys with "output" may match outputs of layers, known in a step."""
+    paths, keys = [variable.path for variable in model.variables], list(layout_keys(mesh.distribution))
+    if keys and not any("output" in key or re.fullmatch(key, path) for key in keys for path in paths):
+        raise ValueError(
+            f"No key of the layout map matches a variable of {model.name!r}: {', '.join(map(repr, keys))}. The "
+            f"variables are {quote(paths[:8])}{' and others' * (len(paths) > 8)}, and a key has to match a whole path, "
+            "as '.*kernel' does."
+        )
 
 
 def automatic_layout(model: keras.Model, mesh: Mesh) -> Mesh:

@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import os
-from collections.abc import Generator, Iterable
-from typing import Any, NamedTuple, NoReturn
+from collections import Counter
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -17,8 +16,6 @@ from keras_paragrad.compat.types import Batch, FitData
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.compat.workers import MeshWorkersStrategy, barrier, set_worker_strategy
 from keras_paragrad.distribution.data import DistributedData, undivided_dataset
-from keras_paragrad.distribution.decision import Decision
-from keras_paragrad.distribution.decisions import no_communication
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.launch.tasks import WORLD
 from keras_paragrad.distribution.mesh.layouts import (
@@ -28,77 +25,16 @@ from keras_paragrad.distribution.mesh.layouts import (
     variables_kept_sharded,
 )
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh, check_mesh, planned_mesh
-from keras_paragrad.distribution.options import Decisions, Options
+from keras_paragrad.distribution.options import Decision, Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
 from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, gradient_error, take_off_mesh, variables_on_mesh
 from keras_paragrad.engine.training.builder import StepBuilder
-from keras_paragrad.plain_text import Printable, bytes_in_words, counted
+from keras_paragrad.plain_text import bytes_in_words, counted
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
 from keras_paragrad.storage.model_variables import build_optimizer_ahead
-
-
-class Divided(NamedTuple):
-    """A variable on a mesh.
-
-    Attributes:
-        path: Its path.
-        shape: Its shape as a whole.
-        axes: The axis of the mesh that divides each dimension, or `None`.
-        device_bytes: The bytes of it that each device holds, by the device's name.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    axes: Axes
-    device_bytes: dict[str, int]
-
-
-class LayoutTable(Printable):
-    """A table of how variables are divided, for `print` or a rich console."""
-
-    def __init__(self, model: str, mesh: Mesh, variables: Iterable[Divided], slots: dict[str, int], total: int):
-        self.model, self.mesh, self.variables = model, mesh, tuple(variables)
-        self.slots, self.total = slots, total
-
-    @classmethod
-    def of(cls, model: keras.Model, mesh: Mesh) -> "LayoutTable":
-        """The table of a model that is on a mesh."""
-        weights = {id(variable) for variable in model.variables}
-        rows, slots, total = [], dict.fromkeys(mesh.devices, 0), 0
-        for variable, storage in variables_on_mesh(model):
-            device_bytes = bytes_by_device(storage)
-            total += variable_bytes(variable)
-            if id(variable) in weights:
-                rows.append(Divided(variable.path, tuple(variable.shape), storage.axes, device_bytes))
-            else:
-                slots = {name: slots[name] + device_bytes.get(name, 0) for name in slots}
-        return cls(model.name, mesh, rows, slots, total)
-
-    @property
-    def device_bytes(self) -> dict[str, int]:
-        """The bytes of weights and optimizer state that each device holds, by its name."""
-        return {
-            name: self.slots[name] + sum(variable.device_bytes.get(name, 0) for variable in self.variables)
-            for name in self.mesh.devices
-        }
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=Text(f"Layout of {self.model} on a mesh of {self.mesh.in_words}"))
-        for header in ("Variable", "Shape", "Layout", "On each device"):
-            table.add_column(header, overflow="fold", justify="right" if header == "On each device" else "left")
-        for variable in self.variables:
-            layout = "whole" if not any(variable.axes) else ", ".join(axis or "-" for axis in variable.axes)
-            shape = " x ".join(map(str, variable.shape)) or "scalar"
-            table.add_row(Text(variable.path), shape, layout, bytes_in_words(max(variable.device_bytes.values())))
-        table.add_row("optimizer", "", "as its variables", bytes_in_words(max(self.slots.values())))
-        table.add_row(
-            "all", "", f"one device: {bytes_in_words(self.total)}", bytes_in_words(max(self.device_bytes.values()))
-        )
-        yield table
-
 
 # Rounding is 1e-6 of a float32 gradient; the error of a wrong rule is about as large as the gradient itself.
 _TOLERANCES = {"float64": 1e-2, "float32": 1e-2}
@@ -113,12 +49,12 @@ class MeshPreparation(Preparation):
         check_mesh_model(model)
         mesh = mesh if mesh.distribution is not None else automatic_layout(model, mesh)
         self.mesh = mesh
-        check_layout_map(model, mesh, None)
+        check_layout_map(model, mesh)
         self._axes = axes_of_variables(model, mesh)
         self._kept_sharded = variables_kept_sharded(model, self._axes)
-        self._outputs = OutputLayouts(mesh.distribution)
         devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
-        self._on_mesh = ModelOnMesh(model, devices, mesh.batch_axis, self._place, self._tracing, self._check_first)
+        tracing = functools.partial(tracing_for_mesh, model, OutputLayouts(mesh.distribution))
+        self._on_mesh = ModelOnMesh(model, devices, mesh.batch_axis, self._place, tracing, self._check_first)
         # The compile configuration and trainable variables when a first batch's gradient was compared with one device.
         self._compared: Any = None
 
@@ -141,9 +77,27 @@ class MeshPreparation(Preparation):
         take_off_mesh(self.model)
 
     @property
-    def table(self) -> LayoutTable:
-        """How each variable is divided, and the bytes on each device."""
-        return LayoutTable.of(self.model, self.mesh)
+    def table(self) -> Table:
+        """How each variable is divided, and the most bytes of it that a device holds."""
+        table = Table(title=Text(f"Layout of {self.model.name} on a mesh of {self.mesh.in_words}"))
+        for header in ("Variable", "Shape", "Layout", "On each device"):
+            table.add_column(header, overflow="fold", justify="right" if header == "On each device" else "left")
+        weights, total = {id(variable) for variable in self.model.variables}, 0
+        # The bytes on each device: of the optimizer's variables, and of all.
+        slots, all_bytes = Counter(dict.fromkeys(self.mesh.devices, 0)), Counter[str]()
+        for variable, storage in variables_on_mesh(self.model):
+            device_bytes = bytes_by_device(storage)
+            total += variable_bytes(variable)
+            all_bytes.update(device_bytes)
+            if id(variable) not in weights:
+                slots.update(device_bytes)
+                continue
+            layout = "whole" if not any(storage.axes) else ", ".join(axis or "-" for axis in storage.axes)
+            shape = " x ".join(map(str, variable.shape)) or "scalar"
+            table.add_row(Text(variable.path), shape, layout, bytes_in_words(max(device_bytes.values())))
+        table.add_row("optimizer", "", "as its variables", bytes_in_words(max(slots.values())))
+        table.add_row("all", "", f"one device: {bytes_in_words(total)}", bytes_in_words(max(all_bytes.values())))
+        return table
 
     def _place(self, variable: keras.Variable) -> tuple[Axes, bool]:
         """The variable's axes, and whether steps gather it."""
@@ -166,13 +120,6 @@ class MeshPreparation(Preparation):
                 'DistributedFit("mirrored", shard="parameters").'
             )
         self._compared = current
-
-    @contextlib.contextmanager
-    def _tracing(self) -> Generator[None]:
-        """Context in which a step is traced for the mesh; then checks the layouts of layers' outputs."""
-        with tracing_for_mesh(self.model, self._outputs):
-            yield
-        check_layout_map(self.model, self.mesh, self._outputs.requested)
 
 
 def _on_workers(method: str, model: keras.Model, x: FitData = None, *arguments: Any, **keywords: Any) -> Any:
@@ -226,7 +173,7 @@ class MeshParallel(Parallelism):
             Decision(name="strategy", value="mesh", reason=reason, override='strategy="auto"'),
             Decision(name="devices", value=mesh.devices, reason=f"a mesh of {mesh.in_words}", override=override),
             Decision(name="replicas", value=1, reason="the mesh is one model", override='strategy="mirrored"'),
-            no_communication(hardware, options, self.kind("mesh"), mesh.devices, "DTensor inserts its own collectives"),
+            Decision(name="communication", value="none", reason="DTensor inserts its own collectives"),
         ]
         if mesh.workers > 1:
             reason = "each worker reads every batch, and each of its devices takes a part"
@@ -306,10 +253,8 @@ def check_mesh_options(options: Options) -> None:
             f"shard={options.shard!r} shards variables over replicas, and a mesh counts as one replica, whose layout "
             'divides variables. Remove shard, or write strategy="mirrored" in place of the mesh.'
         )
-    names = ("communication", "weighting")
-    unused = [name for name in names if getattr(options, name) not in (None, "auto")]
-    if unused:
-        raise ValueError(f"These have no effect on a mesh, which is one replica: {', '.join(unused)}. Remove them.")
+    if options.weighting != "auto":
+        raise ValueError("weighting has no effect on a mesh, which is one replica. Leave it out.")
 
 
 def check_mesh_model(model: keras.Model) -> None:

@@ -1,13 +1,12 @@
 """Cuts a model into the stages of a pipeline, between calls of its layers."""
 
-import difflib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
 
-from keras_paragrad.arguments import quote
+from keras_paragrad.arguments import did_you_mean, quote
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
@@ -135,8 +134,8 @@ def _refuse_unknown(calls: Calls, name: str) -> NoReturn:
                 f"that it calls. Cut after {node.operation.name!r}, or another layer of {calls.model.name!r} itself."
             )
     names = list(dict.fromkeys(node.operation.name for node in calls.nodes))
-    close = difflib.get_close_matches(name, names, n=3) or names[:10]
-    raise ValueError(f"`cuts` has {quote(name)}, and no layer of {calls.model.name!r} has that name. Layers: {close}.")
+    question = did_you_mean(name, names) or f" Layers: {names[:10]}."
+    raise ValueError(f"`cuts` has {quote(name)}, and no layer of {calls.model.name!r} has that name.{question}")
 
 
 def _balanced_cuts(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]:

@@ -8,10 +8,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.model import compile_arguments
-from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.decisions import devices_argument, requested_devices, splitting_cpu
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
-from keras_paragrad.distribution.options import Decisions, Options
+from keras_paragrad.distribution.options import Decision, Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation
@@ -35,11 +34,33 @@ class PipelineParallel(Parallelism):
 
     @classmethod
     def check_options(cls, options: Options) -> None:
-        if isinstance(options.strategy, Pipeline):
-            _check_pipeline(options, options.strategy)
+        if not isinstance(options.strategy, Pipeline):
+            return
+        if options.devices is not None:
+            _check_devices(options.devices, options.strategy)
+        if not options.exact:
+            raise ValueError(
+                "exact=False, but a pipeline trains as one device does, or not at all. Leave exact out; for a model "
+                "whose batches can't be cut, write Pipeline(..., microbatches=1)."
+            )
+        if options.shard is not None:
+            raise ValueError(
+                f"shard={options.shard!r} cuts variables among replicas, and a pipeline has one replica, with a stage "
+                'of the model on each device. Leave shard out, or write strategy="mirrored".'
+            )
 
     def canonical_devices(self, devices: Any) -> tuple[Any, ...]:
-        return _canonical_stages(devices)
+        """A device for each stage, or a tuple for each."""
+        if not isinstance(devices, (list, tuple)) or not any(isinstance(stage, (list, tuple)) for stage in devices):
+            return canonical_devices(devices)
+        stages = [list(stage) if isinstance(stage, (list, tuple)) else [stage] for stage in devices]
+        if not all(stages):
+            raise ValueError(
+                f"devices={list(devices)} has a stage without a device. Write a list of devices for each stage, as in "
+                'devices=[["GPU:0", "GPU:1"], ["GPU:2", "GPU:3"]].'
+            )
+        names = iter(canonical_devices([name for stage in stages for name in stage]))
+        return tuple(tuple(next(names) for _ in stage) for stage in stages)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
         """This parallelism's own decisions; the functions in `decisions.py` make the others."""
@@ -57,17 +78,28 @@ class PipelineParallel(Parallelism):
             numbers = " to ".join(map(str, sorted({min(widths), max(widths)})))
             stages += f" on {numbers} devices each"
         replicas = Decision(name="replicas", value=1, reason="the stages are one model", override='strategy="mirrored"')
-        return Decisions(
-            [strategy, self._decide_devices(hardware, options), replicas, _decide_jit(options)], counted=stages
-        )
+        reason = "requested"
+        if options.jit == "auto":
+            reason = "recurrent layers and added losses can't be compiled by stages; jit_compile=True in compile holds"
+        value, other = ("per_stage", False) if options.jit is True else ("none", True)
+        jit = Decision(name="jit", value=value, reason=reason, override=f"jit={other}")
+        return Decisions([strategy, self._decide_devices(hardware, options), replicas, jit], counted=stages)
 
     def _decide_devices(self, hardware: Hardware, options: Options) -> Decision:
         """Decides the stages' devices."""
         if options.devices is not None:
             return requested_devices(tuple(name for stage in _stages(options.devices) for name in stage), hardware)
-        names = _available_devices(self.pipeline, hardware)
-        override = devices_argument(names[::-1])
-        return Decision(name="devices", value=names, reason="one for each stage", override=override)
+        count = self.pipeline.count
+        names = [device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
+        if len(names) < count:
+            fewer = f" Write Pipeline(stages={len(names)}, ...), or name others." if len(names) > 1 else ""
+            raise ValueError(
+                f"The pipeline has {count} stages, and this process has only {', '.join(names)}.{fewer} "
+                f"{splitting_cpu(count)}"
+            )
+        chosen = tuple(names[:count])
+        override = devices_argument(chosen[::-1])
+        return Decision(name="devices", value=chosen, reason="one for each stage", override=override)
 
     def placement(self) -> contextlib.AbstractContextManager[object]:
         # The model may be larger than any of the devices.
@@ -92,47 +124,6 @@ def _stages(devices: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], 
     return tuple((stage,) if isinstance(stage, str) else stage for stage in devices)
 
 
-def _decide_jit(options: Options) -> Decision:
-    """Decides whether XLA compiles each stage."""
-    if options.jit == "auto":
-        reason = "recurrent layers and added losses can't be compiled by stages; jit_compile=True in compile() holds"
-        return Decision(name="jit", value="none", reason=reason, override="jit=True")
-    value, other = ("per_stage", False) if options.jit else ("none", True)
-    return Decision(name="jit", value=value, reason="requested", override=f"jit={other}")
-
-
-def _canonical_stages(devices: Any) -> Any:
-    """The argument `devices` of a pipeline in canonical form: a device for each stage, or a tuple for each."""
-    if not isinstance(devices, (list, tuple)) or not any(isinstance(stage, (list, tuple)) for stage in devices):
-        return canonical_devices(devices)
-    stages = [list(stage) if isinstance(stage, (list, tuple)) else [stage] for stage in devices]
-    if not all(stages):
-        raise ValueError(
-            f"devices={list(devices)} has a stage without a device. Write a list of devices for each stage, as in "
-            'devices=[["GPU:0", "GPU:1"], ["GPU:2", "GPU:3"]].'
-        )
-    names = iter(canonical_devices([name for stage in stages for name in stage]))
-    return tuple(tuple(next(names) for _ in stage) for stage in stages)
-
-
-def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
-    """Refuses options that contradict a pipeline."""
-    if options.devices is not None:
-        _check_devices(options.devices, pipeline)
-    if not options.exact:
-        raise ValueError(
-            "exact=False, but a pipeline trains as one device does, or not at all. Leave exact out; for a model whose "
-            "batches can't be cut, write Pipeline(..., microbatches=1)."
-        )
-    if options.shard is not None:
-        raise ValueError(
-            f"shard={options.shard!r} cuts variables among replicas, and a pipeline has one replica, with a stage of "
-            'the model on each device. Leave shard out, or write strategy="mirrored".'
-        )
-    if options.communication != "auto":
-        raise ValueError("communication has no effect in a pipeline, which has one replica. Leave it out.")
-
-
 def _check_devices(devices: Sequence[str | tuple[str, ...]], pipeline: Pipeline) -> None:
     """Refuses devices for another number of stages, and more in a stage than there are micro-batches."""
     if len(devices) != pipeline.count:
@@ -153,18 +144,6 @@ def _check_devices(devices: Sequence[str | tuple[str, ...]], pipeline: Pipeline)
             f"{pipeline.microbatches} of them: some would have nothing to do. Write Pipeline(..., "
             f"microbatches={4 * len(widest)}), or name fewer devices."
         )
-
-
-def _available_devices(pipeline: Pipeline, hardware: Hardware) -> tuple[str, ...]:
-    """The devices of the stages, if none are named: the GPUs, or else logical devices of the CPU."""
-    names = [device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU")]
-    if len(names) < pipeline.count:
-        fewer = f" Write Pipeline(stages={len(names)}, ...), or name others." if len(names) > 1 else ""
-        raise ValueError(
-            f"The pipeline has {pipeline.count} stages, and this process has only {', '.join(names)}.{fewer} "
-            f"{splitting_cpu(pipeline.count)}"
-        )
-    return tuple(names[: pipeline.count])
 
 
 PARALLELISM = PipelineParallel

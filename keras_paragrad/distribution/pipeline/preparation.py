@@ -6,12 +6,11 @@ A column has one device of each stage. Micro-batches take turns on the columns.
 import contextlib
 import functools
 import operator
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +36,6 @@ from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.estimate import bytes_in_words
-from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.model_variables import TracedState, build_model_optimizer, build_optimizer_ahead
 
 DIVIDER = Divider(
@@ -46,44 +44,6 @@ DIVIDER = Divider(
     for_equal_parts="write Pipeline(..., microbatches=1)",
     to_train_anyway="write Pipeline(..., microbatches=1)",
 )
-
-
-class Stage(NamedTuple):
-    """A stage of a pipeline.
-
-    Attributes:
-        devices: Its devices; the first holds its weights and optimizer state.
-        layers: The names of its layers, in order.
-        parameters: The number of elements in its weights.
-        weight_bytes: The bytes of its variables.
-        slot_bytes: The bytes of the optimizer's variables for them.
-    """
-
-    devices: tuple[str, ...]
-    layers: tuple[str, ...]
-    parameters: int
-    weight_bytes: int
-    slot_bytes: int
-
-
-class StageTable(Printable):
-    """The stages of a pipeline as a table, for `print` or a rich console."""
-
-    def __init__(self, model: str, stages: Iterable[Stage]):
-        self.model = model
-        self.stages = tuple(stages)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=Text(f"Stages of {self.model}"), show_lines=True)
-        for header in ("Stage", "Device", "Layers", "Parameters", "Weights", "Optimizer"):
-            table.add_column(header, overflow="fold", justify="left" if header in ("Device", "Layers") else "right")
-        for index, stage in enumerate(self.stages):
-            names = stage.layers if len(stage.layers) <= 3 else (stage.layers[0], "...", stage.layers[-1])
-            size, slots = bytes_in_words(stage.weight_bytes), bytes_in_words(stage.slot_bytes)
-            table.add_row(
-                str(index), " ".join(stage.devices), Text(" ".join(names)), f"{stage.parameters:,}", size, slots
-            )
-        yield table
 
 
 class PipelinePreparation(Preparation):
@@ -142,16 +102,21 @@ class PipelinePreparation(Preparation):
         self._retrace()
 
     @property
-    def table(self) -> StageTable:
+    def table(self) -> Table:
         """What each device holds."""
+        table = Table(title=Text(f"Stages of {self.model.name}"), show_lines=True)
+        for header in ("Stage", "Device", "Layers", "Parameters", "Weights", "Optimizer"):
+            table.add_column(header, overflow="fold", justify="left" if header in ("Device", "Layers") else "right")
         slots = slot_bytes_by_device(self.model.optimizer)
-        stages = []
-        for devices, part in self._stages:
-            variables = variables_of_part(part)
+        for index, (devices, part) in enumerate(self._stages):
+            variables, names = variables_of_part(part), [layer.name for layer in part.layers]
+            names = names if len(names) <= 3 else [names[0], "...", names[-1]]
             elements = sum(int(variable.shape.num_elements()) for variable in variables)
-            layers, size = tuple(layer.name for layer in part.layers), sum(map(variable_bytes, variables))
-            stages.append(Stage(devices, layers, elements, size, slots.get(devices[0], 0)))
-        return StageTable(self.model.name, stages)
+            # The first device of a stage holds its weights and optimizer state.
+            sizes = sum(map(variable_bytes, variables)), slots.get(devices[0], 0)
+            words = Text(" ".join(names)), f"{elements:,}", *map(bytes_in_words, sizes)
+            table.add_row(str(index), " ".join(devices), *words)
+        return table
 
     def _micro_batches(
         self, pipeline: Pipeline, weighting: str, columns: Columns, width: int, prove: bool

@@ -13,8 +13,8 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.optimizer import find_accumulator, innermost_optimizer
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.workers import gather, replica_placement
-from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.fitted_memory import FittedMemory
+from keras_paragrad.distribution.options import Decision
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.engine.losses.dividers import layers_of_batch_statistics
 from keras_paragrad.engine.training.builder import StepBuilder

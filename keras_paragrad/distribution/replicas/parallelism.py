@@ -87,7 +87,7 @@ class ReplicaPreparation(Preparation):
         exact: bool = True,
         weighting: str | DivisorFunction = "auto",
         jit: bool | None = None,
-        shard_policy: str = "auto",
+        shard_policy: str = "data",
         prove: bool = True,
         deterministic: int = 0,
     ):
@@ -101,7 +101,9 @@ class ReplicaPreparation(Preparation):
         """
         model = self.model
         exact, weighting, jit, shard_policy, prove, deterministic = self.settings
-        _check_shards(model)
+        # The optimizers of a custom step are checked when it calls them.
+        if may_be_in_shards(model) and not overrides_train_step(model):
+            check_optimizer_of_shards(model.optimizer)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
             check_no_row_states(
@@ -242,27 +244,6 @@ def _predict_in_order(
         return type(model).predict(model, x, **arguments)
 
 
-def _check_shards(model: keras.Model) -> None:
-    """Refuses a model that would read or update shards as whole variables."""
-    # The optimizers of a custom step are checked when it calls them.
-    if may_be_in_shards(model) and not overrides_train_step(model):
-        check_optimizer_of_shards(model.optimizer)
-
-
-_ALL_REDUCE = {
-    "nccl": tf.distribute.NcclAllReduce,
-    "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
-    "one_device": tf.distribute.ReductionToOneDevice,
-    # TensorFlow's default between CPUs.
-    "ring": lambda: None,
-    "none": lambda: None,
-}
-_BETWEEN_WORKERS = {
-    "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
-    "ring": tf.distribute.experimental.CommunicationImplementation.RING,
-}
-
-
 class DataParallel(Parallelism):
     """One replica or several; the default."""
 
@@ -296,7 +277,17 @@ class DataParallel(Parallelism):
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         if options.given is not None:
             return Strategies.same(options.given)
-        return Strategies.same(_MAKERS[plan.strategy.value](plan, hardware, options))
+        name, devices = plan.strategy.value, list(plan.devices.value)
+        if name == "none":
+            return Strategies.same(tf.distribute.get_strategy())
+        if name == "one_device":
+            return Strategies.same(tf.distribute.OneDeviceStrategy(f"/{devices[0]}"))
+        if name == "multi_worker":
+            return Strategies.same(_multi_worker(plan, hardware, options))
+        # Others are TensorFlow's default.
+        all_reduces = {"nccl": tf.distribute.NcclAllReduce, "one_device": tf.distribute.ReductionToOneDevice}
+        all_reduce = all_reduces.get(plan.communication.value)
+        return Strategies.same(tf.distribute.MirroredStrategy(devices, all_reduce and all_reduce()))
 
     def prepare(self, model: keras.Model, run: PlannedRun) -> Preparation:
         options, jit = run.options, run.options.jit
@@ -320,10 +311,6 @@ class DataParallel(Parallelism):
         return super().data(run, x, y, sample_weight, parts=run.options.deterministic or None, **options)
 
 
-def _mirrored(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
-    return tf.distribute.MirroredStrategy(list(plan.devices.value), _ALL_REDUCE[plan.communication.value]())
-
-
 def _multi_worker(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
     """Waits for all workers, and creates their strategy."""
     cluster = hardware.cluster
@@ -332,15 +319,10 @@ def _multi_worker(plan: Plan, hardware: Hardware, options: Options) -> tf.distri
     facts = {"replicas": len(plan.devices.value), "communication": plan.communication.value}
     instead = ", or pass its strategy on: DistributedFit(strategy=first.strategy)"
     await_workers(cluster, options.startup_timeout, facts, instead=instead)
-    implementation = _BETWEEN_WORKERS[plan.communication.value]
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    implementation = kinds.NCCL if plan.communication.value == "nccl" else kinds.RING
     communication = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     return join_workers(NamedDevicesStrategy, cluster, plan.devices.value, communication)
 
 
-_MAKERS: dict[str, Any] = {
-    "none": lambda plan, hardware, options: tf.distribute.get_strategy(),
-    "one_device": lambda plan, hardware, options: tf.distribute.OneDeviceStrategy(f"/{plan.devices.value[0]}"),
-    "mirrored": _mirrored,
-    "multi_worker": _multi_worker,
-}
 PARALLELISM = DataParallel

@@ -12,11 +12,10 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.decision import Decision
-from keras_paragrad.distribution.decisions import LAUNCH, no_communication, requested_devices
+from keras_paragrad.distribution.decisions import LAUNCH, requested_devices
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.launch.tasks import HOST, free_ports
-from keras_paragrad.distribution.options import STRATEGY_KINDS, Decisions, Options, refuse_devices
+from keras_paragrad.distribution.options import Decision, Decisions, Options, refuse_devices
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.servers.preparation import ServerPreparation
@@ -113,12 +112,11 @@ def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
         devices = _decision("devices", (), "each worker computes independently")
     else:
         devices = requested_devices(tuple(options.devices), hardware)
-    push = "workers push gradients to the parameter servers"
     return [
         Decision(name="strategy", value=_NAME, reason=reason, override=override),
         devices,
         _decision("replicas", 1, "workers take steps independently"),
-        no_communication(hardware, options, STRATEGY_KINDS[_NAME], devices.value, push),
+        Decision(name="communication", value="none", reason="workers push gradients to the parameter servers"),
     ]
 
 

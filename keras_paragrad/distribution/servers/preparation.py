@@ -66,20 +66,18 @@ class Dispatcher:
     def _receive(self, remote: Any, on_result: Callable[[Any], object]) -> Any:
         """Waits for a scheduled step, and returns what `on_result` makes of its result; runs in another thread."""
         try:
-            return on_result(self._fetch(remote))
+            try:
+                result = remote.fetch()
+            except tf.errors.OpError:
+                # If the worker was lost before we read its result, `join` waits until another one has run the step; if
+                # the step failed, it raises that error.
+                self._coordinator.join()
+                result = remote.fetch()
+            return on_result(result)
         except tf.errors.OpError as error:
             raise RuntimeError(_explain(error)) from error
         finally:
             self._free.release()
-
-    def _fetch(self, remote: Any) -> Any:
-        """A step's result; if its worker was lost, waits until another has run the step."""
-        with contextlib.suppress(tf.errors.OpError):
-            return remote.fetch()
-        # If the worker was lost before we read its result, `join` waits until another one has run the step; if the step
-        # failed, it raises that error.
-        self._coordinator.join()
-        return remote.fetch()
 
     def _raise_failed(self) -> None:
         """Forgets the steps that have succeeded, and raises if one has failed."""

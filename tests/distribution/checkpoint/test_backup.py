@@ -17,7 +17,6 @@ from oracles.histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
 from trainings.backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
-from keras_paragrad.distribution.checkpoint import backup as backup_module
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
@@ -366,13 +365,6 @@ def test_training_goes_on_while_a_backup_is_written(tmp_path, monkeypatch):
     for one, expected, later in zip(weights, after[5], after[9], strict=True):
         np.testing.assert_array_equal(one, expected)
         assert not np.array_equal(one, later)
-
-
-def test_it_waits_for_the_one_before_and_says_so_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(backup_module, "_NOTICEABLE", 0.0)
-    fit(plain(), [Backup(tmp_path, every=2, delete_when_done=False)], epochs=1)
-    assert caplog.text.count("for a backup, as the next one was due before it was written. Back up less often") == 1
-    assert len(list(tmp_path.glob("*.backup"))) == 2
 
 
 def test_a_defect_of_the_writer_ends_training(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """One worker writes files; the others read what it takes all to read."""
 
+import gc
 from pathlib import Path
 
 import keras
@@ -49,10 +50,14 @@ def test_another_worker_writes_nothing_that_stays(tmp_path, monkeypatch):
     )
     trained([*elsewhere, watch])
     assert checkpoints[0].best is not None
-    assert sizes == [0] * 4
+    # A file of each takes the place of the one before.
+    assert max(sizes) == 2
     assert not (tmp_path / "real").exists()
-    assert not [path for path in scratch.rglob("*") if path.is_file()]
     assert callbacks[0].filepath == str(tmp_path / "real" / "saved" / "{epoch}.keras")
+    elsewhere.clear()
+    checkpoints.clear()
+    gc.collect()
+    assert not [*scratch.iterdir()]
 
 
 def test_callbacks_of_updates_are_no_exception(tmp_path):
@@ -68,7 +73,7 @@ def test_callbacks_of_updates_are_no_exception(tmp_path):
 
 def test_tensorboard_of_another_worker_writes_elsewhere(tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path / "logs")
-    (elsewhere, _) = with_one_writer([board], is_chief=False)
+    (elsewhere,) = with_one_writer([board], is_chief=False)
     assert Path(elsewhere.log_dir).parent != tmp_path
     assert board.log_dir == str(tmp_path / "logs")
 
