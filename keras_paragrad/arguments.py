@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# The most parts of a batch in deterministic training.
-MOST_PARTS = 1024
 LARGEST = 2**63 - 1
 _NAME_BYTES, _PATH_BYTES = 255, 4096
 _MOST_ITEMS = 10_000
@@ -53,14 +51,7 @@ def refusal(name: str, value: object, expected: str, example: str | None = None)
 
 
 def did_you_mean(name: object, known: Sequence[str]) -> str:
-    """Suggests the closest known name, as a question to append to a message; empty if none is close.
-
-    Example:
-
-    >>> from keras_paragrad.arguments import did_you_mean
-    >>> did_you_mean("dence", ["dense", "embedding"])
-    " Did you mean 'dense'?"
-    """
+    """Suggests the closest known name, as a question to append to a message; empty if none is close."""
     close = difflib.get_close_matches(str(name)[:100], known, 1)
     return f" Did you mean {quote(close[0])}?" if close else ""
 
@@ -75,20 +66,7 @@ def check_integer(
     example: object = None,
     optional: bool = False,
 ) -> Any:
-    """An integer from `least` to `most`, also of a NumPy type; booleans are refused.
-
-    Args:
-        least: Smallest allowed value.
-        most: Largest allowed value.
-        also: Strings and constants that are allowed too, as in `check_choice`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_paragrad.arguments import check_integer
-    >>> check_integer("steps", np.int32(4))
-    4
-    """
+    """An integer from `least` to `most`, also of a NumPy type, or one of `also`; other booleans are refused."""
     if value is None and optional:
         return None
     choice = _chosen(value, also)
@@ -115,21 +93,7 @@ def check_number(
     example: object = None,
     optional: bool = False,
 ) -> Any:
-    """A finite number within bounds, as an `int` or `float`; NumPy scalars are converted, booleans and text refused.
-
-    Args:
-        least: Inclusive lower bound.
-        above: Exclusive lower bound.
-        most: Inclusive upper bound.
-        below: Exclusive upper bound.
-        finite: Whether to refuse infinity; NaN is always refused.
-
-    Example:
-
-    >>> from keras_paragrad.arguments import check_number
-    >>> check_number("momentum", 0.9, least=0, below=1)
-    0.9
-    """
+    """A number within bounds, as an `int` or `float`; booleans, text, NaN and, if `finite`, infinity are refused."""
     if value is None and optional:
         return None
     number = _number(value)
@@ -159,14 +123,7 @@ def check_flag(name: str, value: object, *, optional: bool = False) -> Any:
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> Any:
-    """One of the given strings and constants (`True`, `False`, `None`); 1 and 0 are not accepted for booleans.
-
-    Example:
-
-    >>> from keras_paragrad.arguments import check_choice
-    >>> check_choice("jit_compile", "auto", ("auto", True, False))
-    'auto'
-    """
+    """One of the given strings and constants (`True`, `False`, `None`); 1 and 0 are not accepted for booleans."""
     choice = _chosen(value, choices)
     if choice is _NO_CHOICE:
         *others, last = (repr(choice) for choice in choices)
@@ -192,11 +149,7 @@ def check_path(
     example: str | None = None,
     optional: bool = False,
 ) -> Any:
-    """A path on this machine's file system.
-
-    Args:
-        directory: Whether it must be a directory if it exists.
-    """
+    """A path on this machine's file system; if `directory`, no file."""
     if value is None and optional:
         return None
     expected = _or_none("a directory" if directory else "a path", optional)
@@ -258,12 +211,7 @@ def check_instance(
     example: str | None = None,
     optional: bool = False,
 ) -> Any:
-    """An instance of some classes.
-
-    Args:
-        kinds: The classes.
-        what: The name of such an instance in the message, such as "a Keras model".
-    """
+    """An instance of some classes; `what` is the name of one in the message, such as "a Keras model"."""
     if value is None and optional:
         return None
     if not issubclass(type(value), kinds):
@@ -271,14 +219,18 @@ def check_instance(
     return value
 
 
+def check_parts(deterministic: object) -> int:
+    """Validates the argument `deterministic`: returns the number of parts of a batch, 8 for `True`, or `False`."""
+    parts = check_integer("deterministic", deterministic, least=2, most=1024, also=(True, False), example=8)
+    return 8 if parts is True else parts
+
+
 def check_each(
     name: str, values: Any, check: Callable[..., Any], what: str, *, example: str | None = None
 ) -> tuple[Any, ...]:
-    """A sequence or set whose items a check accepts, as a tuple of what the check returns; text isn't a sequence.
+    """A sequence or set whose items a check of this module accepts, as a tuple of what it returns; no text.
 
-    Args:
-        check: Called with a name and one item, as the checks of this module are.
-        what: The name of the items in the message, such as "numbers from 0 to 1".
+    `what` is the name of the items in the message, such as "numbers from 0 to 1".
     """
     if isinstance(values, (str, bytes, bytearray, Mapping)):
         raise refusal(name, values, what, example)

@@ -22,12 +22,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     where type checkers look for it: `if TYPE_CHECKING: from keras_paragrad.inputs.jacobian import input_jacobian as
     input_jacobian`. A decorator at the definition would be found only after importing everything.
 
-    Args:
-        package: The package's `__name__`.
-
-    Returns:
-        `__getattr__`, which imports the module of a name and caches the name in the package's namespace; `__dir__`; and
-        `__all__`.
+    `__getattr__` imports the module of a name, and caches the name in the package's namespace.
     """
     namespace, homes = vars(sys.modules[package]), dict(_public_imports(package))
     # The modules directly in the package that the names come from; for an import of a module, its own name.
@@ -64,9 +59,7 @@ def _public_imports(package: str) -> Iterator[tuple[str, str]]:
 def passing_options_to(function: Callable[..., Any], *, without: Collection[str] = ()) -> Callable[[F], F]:
     """Decorates a function with `**options`, so that `help()` and `inspect.signature` show another function's options.
 
-    Args:
-        function: The function or class that gets the options.
-        without: Its parameters that the decorated function passes itself.
+    `without` has those that the decorated function passes itself.
     """
     inner = inspect.signature(function).parameters.values()
 

@@ -32,22 +32,14 @@ def is_installed(package: str) -> bool:
 def explain_missing(feature: str, packages: Iterable[str]) -> str:
     """A sentence that names the missing packages and the command that installs them, quoted for a shell.
 
-    Args:
-        feature: The feature that needs them; starts the sentence.
-        packages: The packages, perhaps with a purpose: "xprof (to read traces)".
-
-    Example:
-
-    >>> from keras_paragrad.extras import explain_missing
-    >>> explain_missing("make_private", ["dp_accounting"])
-    "make_private needs dp_accounting, which is not installed. Run pip install 'keras_paragrad[privacy]'."
+    `feature` starts the sentence, and packages may have a purpose: "xprof (to read traces)".
     """
     *others, last = packages
     missing = [package.partition(" ")[0] for package in (*others, last)]
     extras = ",".join(sorted({EXTRAS[package] for package in missing}))
     also = "".join(f" {ALSO_BRINGS[name]} brings {name} as well." for name in missing if name in ALSO_BRINGS)
-    names = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
-    return f"{feature} needs {names} not installed. Run pip install 'keras_paragrad[{extras}]'.{also}"
+    names = f"{', '.join(others)} and {last}, which are not installed" if others else f"{last}, which is not installed"
+    return f"{feature} needs {names}. Run pip install 'keras_paragrad[{extras}]'.{also}"
 
 
 def require(feature: str, *packages: str) -> None:

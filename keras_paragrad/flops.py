@@ -16,25 +16,11 @@ _UNKNOWN = re.compile("While|If$|Case$|PartitionedCall|RNN|XlaLaunch|SparseTenso
 
 
 def flops_of(graph: tf.Graph) -> int | None:
-    """The FLOPs of a graph's matrix products and convolutions; a multiply-add counts as two.
+    """The FLOPs of a function's matrix products and convolutions; a multiply-add counts as two.
 
-    Elementwise operations, such as activations, are excluded: they are few, and a device's peak doesn't include them.
-    Operations that neither outputs nor effects need are excluded, as TensorFlow prunes them. So are those that a
-    backward pass runs a second time.
-
-    Args:
-        graph: A function's graph, with static shapes.
-
-    Returns:
-        Their number, or `None` if it is unknown: with loops, branches, calls or unknown shapes.
-
-    Example:
-
-    >>> import tensorflow as tf
-    >>> from keras_paragrad.flops import flops_of
-    >>> product = tf.function(tf.matmul).get_concrete_function(tf.TensorSpec([8, 4]), tf.TensorSpec([4, 2]))
-    >>> flops_of(product.graph)
-    128
+    They are unknown, and `None`, with loops, branches, calls or unknown shapes. Elementwise operations, such as
+    activations, are excluded: they are few, and a device's peak doesn't include them. Operations that neither outputs
+    nor effects need are excluded, as TensorFlow prunes them. So are those that a backward pass runs a second time.
     """
     # What the backward pass differentiates, it runs a second time.
     paths = [operation.name.split("/") for operation in graph.get_operations()]
@@ -86,13 +72,8 @@ def _sizes(tensor: tf.Tensor) -> list[Any]:
 
 
 def _matmul(operation: tf.Operation) -> int:
-    """The number of multiplications of a matrix product."""
-    transposed = operation.get_attr("transpose_a")
-    return math.prod(_sizes(operation.outputs[0])) * _sizes(operation.inputs[0])[-2 if transposed else -1]
-
-
-def _batch_matmul(operation: tf.Operation) -> int:
-    transposed = operation.get_attr("adj_x")
+    """The number of multiplications of matrix products."""
+    transposed = operation.get_attr("transpose_a" if operation.type == "MatMul" else "adj_x")
     return math.prod(_sizes(operation.outputs[0])) * _sizes(operation.inputs[0])[-2 if transposed else -1]
 
 
@@ -108,38 +89,34 @@ def _einsum(operation: tf.Operation) -> int:
     return math.prod(sizes.values()) if len(subscripts) > 1 else 0
 
 
-# Returns a tensor of an operation.
-_Tensor = Callable[[tf.Operation], tf.Tensor]
-
-
-def _convolution(output: _Tensor, kernel: _Tensor, output_axes: int = 1) -> Callable[[tf.Operation], int]:
+def _convolution(output: int | None, kernel: int | None, output_axes: int = 1) -> Callable[[tf.Operation], int]:
     """Makes a function that counts the multiplications of a convolution, or of one of its gradients.
 
-    It multiplies the sizes of the output, or its gradient, and of the kernel without its last `output_axes` axes.
+    It multiplies the sizes of the output, or its gradient, and of the kernel without its last `output_axes` axes. Each
+    is the operation's input of an index, or the operation's output.
     """
-    return lambda operation: math.prod(_sizes(output(operation))) * math.prod(_sizes(kernel(operation))[:-output_axes])
 
+    def count(operation: tf.Operation) -> int:
+        output_sizes, kernel_sizes = (
+            _sizes(operation.outputs[0] if index is None else operation.inputs[index]) for index in (output, kernel)
+        )
+        return math.prod(output_sizes) * math.prod(kernel_sizes[:-output_axes])
 
-def _output(operation: tf.Operation) -> tf.Tensor:
-    return operation.outputs[0]
-
-
-def _input(index: int) -> _Tensor:
-    return lambda operation: operation.inputs[index]
+    return count
 
 
 _COUNTS: dict[str, Callable[[tf.Operation], int]] = {
     "MatMul": _matmul,
-    "BatchMatMulV2": _batch_matmul,
-    "BatchMatMulV3": _batch_matmul,
+    "BatchMatMulV2": _matmul,
+    "BatchMatMulV3": _matmul,
     "Einsum": _einsum,
-    "Conv2D": _convolution(_output, _input(1)),
-    "Conv2DBackpropInput": _convolution(_input(2), _input(1)),
-    "Conv2DBackpropFilter": _convolution(_input(2), _output),
-    "Conv3D": _convolution(_output, _input(1)),
-    "Conv3DBackpropInputV2": _convolution(_input(2), _input(1)),
-    "Conv3DBackpropFilterV2": _convolution(_input(2), _output),
-    "DepthwiseConv2dNative": _convolution(_output, _input(1), output_axes=2),
-    "DepthwiseConv2dNativeBackpropInput": _convolution(_input(2), _input(1), output_axes=2),
-    "DepthwiseConv2dNativeBackpropFilter": _convolution(_input(2), _output, output_axes=2),
+    "Conv2D": _convolution(None, 1),
+    "Conv2DBackpropInput": _convolution(2, 1),
+    "Conv2DBackpropFilter": _convolution(2, None),
+    "Conv3D": _convolution(None, 1),
+    "Conv3DBackpropInputV2": _convolution(2, 1),
+    "Conv3DBackpropFilterV2": _convolution(2, None),
+    "DepthwiseConv2dNative": _convolution(None, 1, output_axes=2),
+    "DepthwiseConv2dNativeBackpropInput": _convolution(2, 1, output_axes=2),
+    "DepthwiseConv2dNativeBackpropFilter": _convolution(2, None, output_axes=2),
 }

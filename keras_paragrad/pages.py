@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from keras_paragrad.arguments import quote
-
 _PACKAGE = Path(__file__).parent
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _COMMENT = re.compile(r"^<!-- (.*?) -->\n?", re.MULTILINE)
@@ -15,14 +13,7 @@ _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 
 
 def command_of(page: str) -> str:
-    """What to type to read a page, for messages.
-
-    Example:
-
-    >>> from keras_paragrad.pages import command_of
-    >>> command_of("guides/mesh")
-    'keras-paragrad docs guides/mesh'
-    """
+    """What to type to read a page, for messages."""
     return f"keras-paragrad docs {page}"
 
 
@@ -69,13 +60,7 @@ def _index_of(file: Path) -> list[str]:
 
 
 def read_page(name: str, known: Mapping[str, Path]) -> str:
-    """The Markdown of a page.
-
-    Raises:
-        ValueError: There is no such page.
-    """
-    if name not in known:
-        raise ValueError(f"There is no page {quote(name)}.")
+    """The Markdown of a page."""
     text = _FRONT_MATTER.sub("", known[name].read_text(encoding="utf-8")).lstrip()
     # The parts with an odd index are code, in which comments stay.
     parts = _FENCE.split(text)

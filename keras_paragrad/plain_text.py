@@ -9,16 +9,7 @@ WIDTH = 118
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parses JSON; any malformed text raises a `ValueError` with a short reason.
-
-    `json.loads` may also raise a `RecursionError`, or an error about Python's limit on integer digits.
-
-    Example:
-
-    >>> from keras_paragrad.plain_text import read_json
-    >>> read_json('{"workers": 2}')
-    {'workers': 2}
-    """
+    """Parses JSON; any malformed text raises a `ValueError` with a short reason."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -32,14 +23,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the singular or the plural.
-
-    Example:
-
-    >>> from keras_paragrad.plain_text import counted
-    >>> counted(1, "replica"), counted(2, "batch")
-    ('1 replica', '2 batches')
-    """
+    """A number with its noun, in the singular or the plural: 1 replica, 2 batches."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
 
@@ -48,14 +32,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def bytes_in_words(size: float) -> str:
-    """A number of bytes with a unit.
-
-    Example:
-
-    >>> from keras_paragrad.plain_text import bytes_in_words
-    >>> bytes_in_words(512), bytes_in_words(3 * 2**20 // 2)
-    ('512 B', '1.5 MiB')
-    """
+    """A number of bytes with a unit: 512 B, 1.5 MiB."""
     power = next((power for power in range(len(_UNITS) - 1) if size < 999.5 * 1024**power), len(_UNITS) - 1)
     return f"{round(size):,} B" if power == 0 else f"{size / 1024**power:.3g} {_UNITS[power]}"
 

@@ -17,17 +17,8 @@ _MAX_SMALL_COLUMNS = 1024
 def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
     """The sum of each row of a `(batch, ...)` tensor, `(batch,)`.
 
-    Args:
-        values: The tensor.
-        by_xla: Whether XLA compiles this. On CPUs XLA reduces a row sequentially, but vectorizes over columns and runs
-            blocks on several cores, so the row is reshaped into blocks that are first reduced over columns.
-
-    Example:
-
-    >>> import tensorflow as tf
-    >>> from keras_paragrad.sums import row_sums
-    >>> row_sums(tf.ones([2, 3000]), by_xla=True).numpy()
-    array([3000., 3000.], dtype=float32)
+    On CPUs XLA reduces a row sequentially, but vectorizes over columns and runs blocks on several cores, so where it
+    compiles this the row is reshaped into blocks that are first reduced over columns.
     """
     sizes: list[Any] = list(values.shape[1:])
     size = 0 if None in sizes else math.prod(sizes)
@@ -55,18 +46,8 @@ def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
 def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Tensor:
     """The sum of each row over several `(batch, ...)` tensors, `(batch,)`, in float32.
 
-    Args:
-        tensors: The tensors. Tensors with the same small number of columns are added elementwise before one
-            reduction, since each reduction is a separate pass over memory. Larger ones are reduced one at a time, to
-            save memory.
-        by_xla: As in `row_sums`.
-
-    Example:
-
-    >>> import tensorflow as tf
-    >>> from keras_paragrad.sums import row_sums_of_all
-    >>> row_sums_of_all([tf.ones([2, 3]), tf.ones([2, 3, 1]), tf.ones([2])]).numpy()
-    array([7., 7.], dtype=float32)
+    Tensors with the same small number of columns are added elementwise before one reduction, since each reduction is a
+    separate pass over memory. Larger ones are reduced one at a time, to save memory.
     """
     small: dict[object, list[tf.Tensor]] = {}
     sums: list[tf.Tensor] = []

@@ -32,9 +32,9 @@ BELOW = {
 # How many lines each folder may have, and the modules beside them. What adds to one takes from another: their sum is
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
-    "accumulation": 1360,
+    "accumulation": 1286,
     "cli": 732,
-    "compat": 3133,
+    "compat": 2971,
     "distribution": 9661,
     "engine": 11071,
     "inputs": 1379,
@@ -42,10 +42,10 @@ LINES = {
     "per_example": 5363,
     "privacy": 3126,
     "profiling": 4492,
-    "storage": 2927,
-    "top": 1251,
+    "storage": 2730,
+    "top": 1108,
 }
-TOTAL, SLACK = 47490, 25
+TOTAL, SLACK = 46914, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -12,7 +12,7 @@ from trainings.every_component import CASES
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.compat import check
-from keras_paragrad.compat.check import check_internals, forget
+from keras_paragrad.compat.check import FOUND, check_internals
 from keras_paragrad.compat.names import HOOKS, NAMES
 from keras_paragrad.distribution.mesh.parallelism import MeshParallel
 from keras_paragrad.distribution.parallelism import Strategies
@@ -34,25 +34,25 @@ def make(name):
 @functools.cache
 def parts_of(name):
     """The parts whose names a component looks for when it is made."""
-    forget()
+    FOUND.clear()
     make(name)
-    return frozenset(check._FOUND)
+    return frozenset(check.FOUND)
 
 
 @pytest.mark.few(9)
 @pytest.mark.parametrize("name", CASES)
 def test_a_component_works_without_the_names_of_other_parts(name):
     parts = parts_of(name)
-    forget()
+    FOUND.clear()
     made = CASES[name].make()
     with taken_away.without(NAMES.keys() - parts):
         assert CASES[name].run(made) < TOLERANCE
-    assert parts == check._FOUND, "it has looked for more after it was made"
+    assert parts == check.FOUND, "it has looked for more after it was made"
 
 
 def _take(monkeypatch, gone):
     def problem(hook):
-        return check._missing(hook) if hook is gone and not hook.optional else None
+        return check.MISSING if hook is gone and not hook.optional else None
 
     monkeypatch.setattr(check, "problem", problem)
 
@@ -63,7 +63,7 @@ def test_without_a_name_of_its_parts_it_refuses_and_without_others_it_is_made(mo
     for part, hooks in NAMES.items():
         gone = next(hook for hook in hooks if not hook.optional)
         _take(monkeypatch, gone)
-        forget()
+        FOUND.clear()
         if part in parts:
             with pytest.raises(ImportError, match=f"cannot work with .*:{gone.path} is missing .*Known to work: keras"):
                 make(name)
@@ -75,7 +75,7 @@ def test_without_a_name_of_its_parts_it_refuses_and_without_others_it_is_made(mo
 def test_its_part_looks_for_each_name(monkeypatch, hook):
     _take(monkeypatch, hook)
     for part, hooks in NAMES.items():
-        forget()
+        FOUND.clear()
         if hook not in hooks or hook.optional:
             check_internals(part)
             continue
@@ -101,7 +101,7 @@ def _plan_for(monkeypatch, hardware, options, strategies):
     monkeypatch.setattr("keras_paragrad.distribution.fit.detect", lambda: hardware)
     for parallelism in (DataParallel, MeshParallel, ParameterServers):
         monkeypatch.setattr(parallelism, "strategy", strategies)
-    forget()
+    FOUND.clear()
     return DistributedFit(jit=False, **options)
 
 
@@ -111,11 +111,11 @@ def test_a_plan_for_several_processes_looks_for_their_parts_before_it_connects(m
     found = []
 
     def connect(*_):
-        found.append(set(check._FOUND))
+        found.append(set(check.FOUND))
         return Strategies.same(tf.distribute.get_strategy())
 
     _plan_for(monkeypatch, hardware, options, connect)
-    assert found == [parts] == [check._FOUND]
+    assert found == [parts] == [check.FOUND]
 
 
 @pytest.mark.parametrize("hook", NAMES["workers"], ids=lambda hook: hook.path)

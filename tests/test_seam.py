@@ -25,7 +25,7 @@ from keras_paragrad import (
     microbatch,
 )
 from keras_paragrad.compat import private
-from keras_paragrad.compat.check import check_backend, check_internals, forget, raise_missing
+from keras_paragrad.compat.check import FOUND, check_backend, check_internals, raise_missing
 from keras_paragrad.compat.layers import call_model, dtype_within
 from keras_paragrad.compat.names import HOOKS, NAMES, Hook
 from keras_paragrad.engine.step.building import has_build
@@ -141,7 +141,7 @@ def test_the_scan_tells_attributes_of_a_base_from_our_own(monkeypatch):
 
 
 def test_every_name_is_found():
-    forget()
+    FOUND.clear()
     check_internals(*NAMES)
 
 
@@ -166,7 +166,7 @@ def test_a_missing_hook_is_named_with_the_versions(hook, says):
 def test_a_method_that_was_renamed_is_found(monkeypatch):
     monkeypatch.delattr(keras.layers.Layer, "_get_own_losses")
     with pytest.raises(ImportError, match=r"_get_own_losses is missing \(needed for models\)"):
-        forget()
+        FOUND.clear()
         check_internals(*NAMES)
 
 
@@ -185,7 +185,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch, owner, m
 
     monkeypatch.setattr(owner, method, other)
     with pytest.raises(ImportError, match=rf"{attribute} is missing \(needed for {part}\)"):
-        forget()
+        FOUND.clear()
         check_internals(*NAMES)
 
 
@@ -193,7 +193,7 @@ def test_looking_runs_nothing(monkeypatch):
     def start(self):
         raise AssertionError("TensorFlow's devices can no longer be configured")
 
-    forget()
+    FOUND.clear()
     monkeypatch.setattr(context.Context, "ensure_initialized", start)
     check_internals(*NAMES)
 
@@ -233,7 +233,7 @@ FIRST_USES = {
 def test_the_first_use_of_a_component_looks(monkeypatch, component):
     make, use = FIRST_USES[component]
     made = make()
-    forget()
+    FOUND.clear()
     monkeypatch.delattr(keras.layers.Layer, "_get_own_losses")
     with pytest.raises(ImportError, match="_get_own_losses is missing"):
         use(made)

@@ -15,12 +15,12 @@ from collections.abc import Generator, Iterable, Sequence
 
 import keras
 
-from keras_paragrad.accumulation.advice import WindowOptions, missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import ACCUMULATOR, AccumulatingOptimizer
-from keras_paragrad.accumulation.window import Steps
+from keras_paragrad.accumulation.window import Steps, WindowOptions
 from keras_paragrad.arguments import check_each, check_flag, check_instance
 from keras_paragrad.compat.check import check_internals
+from keras_paragrad.compat.model import other_optimizers, overrides_train_step
 from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator, replace_optimizer, unwrap_loss_scale
 from keras_paragrad.compat.state import replace_methods, restore_methods, warn
 from keras_paragrad.compat.types import Config, Logs
@@ -134,9 +134,13 @@ class ExactAccumulation(keras.callbacks.Callback):
         inner = unwrap_loss_scale(model.optimizer)
         accumulator = ACCUMULATOR.of(inner)
         if accumulator is None or accumulator.options != self._options or not accumulator.trains(model):
-            _warn_of_dropped(model, accumulator)
+            if accumulator is not None and accumulator.is_open:
+                warn(
+                    f"The last fit of {model.name!r} left a window open, which this ExactAccumulation can't continue, "
+                    "as its arguments or the trainable weights are others. Its gradients are dropped."
+                )
             with model.distribute_strategy.scope():
-                accumulator = self._options.applied_to(AccumulatingOptimizer, inner)
+                accumulator = AccumulatingOptimizer(inner, **self._options.as_keywords())
                 if inner.built:
                     build_optimizer(accumulator, model.trainable_variables)
             ACCUMULATOR.attach(inner, accumulator)
@@ -249,7 +253,6 @@ class ExactAccumulation(keras.callbacks.Callback):
 
 
 def _check_of_updates(name: str, callback: object) -> keras.callbacks.Callback:
-    """Checks one of `ExactAccumulation(callbacks=...)`."""
     checked = check_instance(name, callback, keras.callbacks.Callback, "a Keras callback")
     if any(base.__module__.startswith("keras_paragrad.") for base in type(checked).__mro__):
         raise ValueError(
@@ -298,15 +301,6 @@ def _compile_config(model: keras.Model) -> Config:
     return config
 
 
-def _warn_of_dropped(model: keras.Model, accumulator: AccumulatingOptimizer | None) -> None:
-    """Warns that the window of an earlier `fit` is dropped, and not continued."""
-    if accumulator is not None and accumulator.is_open:
-        warn(
-            f"The last fit of {model.name!r} left a window open, which this ExactAccumulation can't continue, as its "
-            "arguments or the trainable weights are others. Its gradients are dropped."
-        )
-
-
 def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
     """The `AccumulatingOptimizer` that a model was compiled with, unwrapped.
 
@@ -316,4 +310,20 @@ def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:
     optimizer = find_accumulator(model.optimizer)
     if isinstance(optimizer, AccumulatingOptimizer):
         return optimizer
-    raise ValueError(missing_accumulation_message(model))
+    compiled = "no optimizer" if model.optimizer is None else type(model.optimizer).__name__
+    problem = (
+        f"{model.name!r} is compiled with {compiled}, and ExactAccumulation() doesn't say how many micro-batches an "
+        "update takes."
+    )
+    if overrides_train_step(model) and other_optimizers(model):
+        raise ValueError(
+            f"{problem} Its train_step updates weights with other optimizers, whose updates may follow each other, so "
+            "its micro-batches can't be accumulated one after the other. Leave ExactAccumulation() out, give fit() the "
+            "batch_size of an update, and write this before fit(), with the number of rows that fit into memory:\n"
+            "keras_paragrad.microbatch(model, size=4)"
+        )
+    if model.optimizer is None:
+        raise ValueError(f"{problem} Write model.compile('adam', loss=...), and ExactAccumulation(steps=4).")
+    # What its own step divides by has to be stated, and nearly all divide by the number of examples.
+    stated = ", weighting='examples'" if overrides_train_step(model) else ""
+    raise ValueError(f"{problem} Write callbacks=[keras_paragrad.ExactAccumulation(steps=4{stated})].")

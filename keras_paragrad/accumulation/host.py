@@ -44,11 +44,7 @@ class HostSchedule:
         self._restored: Any = None
 
     def begin_epoch(self, batches: int | None) -> None:
-        """Begins an epoch, whose first batch will read the optimizer's position.
-
-        Args:
-            batches: How many batches the epoch has, or `None` if unknown.
-        """
+        """Begins an epoch of so many batches, `None` if unknown; its first one will read the optimizer's position."""
         self.batches_left = batches
         self.updates = self._skipped = 0
         self._counting = False
@@ -68,7 +64,6 @@ class HostSchedule:
         return [self._count(number == last) for number in range(1, batches + 1)]
 
     def _read(self) -> None:
-        """Reads the counts from the optimizer."""
         # Before the first batch, the optimizer may not be built.
         built = self.optimizer.built
         self._position = int(self.optimizer.window.position.numpy()) if built else 0
@@ -131,9 +126,7 @@ class HostSchedule:
     def ended(self, batches: int, exhausted: bool) -> None:
         """Counts batches that have run; closes the window if the epoch has ended, before any callback sees the weights.
 
-        Args:
-            batches: How many batches were planned.
-            exhausted: Whether the data ended before the first of them.
+        If `exhausted`, the data ended before the first of the planned batches.
         """
         if self.batches_left is not None:
             self.batches_left -= batches

@@ -8,13 +8,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import WindowOptions, check_inner_optimizer, recommend_callback
 from keras_paragrad.accumulation.host import HostSchedule
-from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule
-from keras_paragrad.arguments import check_text
-from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_replica_value, replica_count, run_if
-from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer, warn_of_summed_rows
-from keras_paragrad.compat.state import Slot
+from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule, WindowOptions
+from keras_paragrad.arguments import check_text, refusal
+from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_replica_values, replica_count, run_if
+from keras_paragrad.compat.optimizer import (
+    WrappingOptimizer,
+    accumulation_steps,
+    build_optimizer,
+    find_accumulator,
+    warn_of_summed_rows,
+)
+from keras_paragrad.compat.state import Slot, warn
 from keras_paragrad.compat.types import Config, Gradients
 from keras_paragrad.engine.losses.divisors import DivisorFunction
 from keras_paragrad.engine.step.apply import apply_everywhere
@@ -97,7 +102,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         name: str | None = None,
     ):
         options = WindowOptions.checked(steps, weighting, tail, accumulator_dtype, skip_nonfinite)
-        super().__init__(check_inner_optimizer(inner_optimizer), name=check_text("name", name, optional=True))
+        super().__init__(_check_inner(inner_optimizer), name=check_text("name", name, optional=True))
         self.steps, self.weighting, self.tail, self.accumulator_dtype, self.skip_nonfinite = options
         self.schedule = StepsSchedule(self.steps)
         self._window: GradientWindow | None = None
@@ -240,7 +245,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         gradients, weight, norms = per_replica(mean)
         # A window without finite gradients makes no update, not even one with a zero gradient.
         run_if(
-            first_replica_value(weight) != 0 if self._drops_nonfinite else True,
+            first_replica_values(tf.distribute.get_strategy(), weight) != 0 if self._drops_nonfinite else True,
             lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, variables, norms),
         )
         per_replica(window.clear)
@@ -286,10 +291,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
         # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
         functions = self.__dict__.setdefault("_compiled_functions", {})
         transform, mesh = installed_transform(self.inner_optimizer), mesh_of(self.trainable_variables)
-        before = functions.get(name)
-        if before is None or before[0] != transform or before[1] is not mesh:
-            functions[name] = transform, mesh, tf.function(releasing(run), autograph=False)
-        return functions[name][2]
+        state, compiled = functions.get(name, (None, run))
+        if state is None or state[0] != transform or state[1] is not mesh:
+            compiled = tf.function(releasing(run), autograph=False)
+            functions[name] = (transform, mesh), compiled
+        return compiled
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
         """Closes the last window, then finalizes the inner optimizer's variables."""
@@ -300,7 +306,12 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """Warns once that `ExactAccumulation` is missing: the micro-batch came without a weight."""
         if self.weighting != "uniform" and not self.schedule.is_always_one and not self._advised:
             self._advised = True
-            recommend_callback(self.name)
+            warn(
+                f"{self.name} weights all micro-batches equally, and its windows continue across epochs, so uneven or "
+                "weighted micro-batches and an epoch's last ones are not trained on as one batch. In fit(), pass "
+                "callbacks=[keras_paragrad.ExactAccumulation()], which is faster as well. In a custom training loop, "
+                "write weighting='uniform', and call optimizer.flush() to close the last window.",
+            )
 
     def get_config(self) -> Config:
         """The constructor's arguments, serialized."""
@@ -314,3 +325,32 @@ class AccumulatingOptimizer(WrappingOptimizer):
             "accumulator_dtype": self.accumulator_dtype,
             "skip_nonfinite": self.skip_nonfinite,
         }
+
+
+def _check_inner(inner_optimizer: keras.optimizers.Optimizer | str | Config) -> keras.optimizers.Optimizer:
+    """Resolves a name, config or instance to an optimizer that can accumulate."""
+    expected = "a Keras optimizer: its name, its config or an instance"
+    refused = refusal("inner_optimizer", inner_optimizer, expected, "keras.optimizers.Adam(1e-3)")
+    try:
+        inner = keras.optimizers.get(inner_optimizer)
+    except Exception as error:  # Keras, or the class named in a config, may raise anything here
+        raise refused from error
+    if not issubclass(type(inner), keras.optimizers.Optimizer):
+        raise refused
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`inner_optimizer` is a LossScaleOptimizer, which has to see every micro-batch, and so must be the outer "
+            "one. Write LossScaleOptimizer(AccumulatingOptimizer(inner)), or leave it out: compile() adds it if the "
+            "dtype policy needs it."
+        )
+    if find_accumulator(inner):
+        raise ValueError(
+            f"`inner_optimizer` is {type(inner).__name__}, which already accumulates. Wrap its inner optimizer: "
+            "AccumulatingOptimizer(optimizer.inner_optimizer, steps=...)."
+        )
+    if accumulation_steps(inner) > 1:
+        raise ValueError(
+            f"`inner_optimizer` has gradient_accumulation_steps={accumulation_steps(inner)}, so gradients would be "
+            "accumulated twice. Remove that, and write steps= here."
+        )
+    return inner

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, check_parts
-from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
+from keras_paragrad.accumulation.window import WEIGHTINGS
+from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer, check_parts
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.batches.replica_batch import cut_rows_of, rows_at, static_row_count
@@ -88,9 +88,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         check_instance("model", model, keras.Model, "a Keras model")
         check_flag("prove", prove)
         size = check_integer("size", size, most=2**31 - 1, example=64)
-        loss_divisor = LossDivisor(
-            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), DIVIDER
-        )
+        # Slices of a batch are weighted by their divisors, never uniformly.
+        choices = [name for name in WEIGHTINGS if name != "uniform"]
+        loss_divisor = LossDivisor(check_choice_or_function("weighting", weighting, choices, PARAMETERS), DIVIDER)
         builder = StepBuilder.of(model)
         parts = check_parts(deterministic)
         if not isinstance(builder.stages.split, Slices | FixedParts | None):

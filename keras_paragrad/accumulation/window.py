@@ -1,20 +1,28 @@
 """The window, the micro-batches of one update: how many it has, and each replica's weighted sum of their gradients."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_integer, quote, refusal
-from keras_paragrad.compat.optimizer import WrappingOptimizer, overwrites
-from keras_paragrad.compat.types import GradientTensor, Scalar
+from keras_paragrad.arguments import (
+    check_choice,
+    check_choice_or_function,
+    check_flag,
+    check_integer,
+    quote,
+    refusal,
+)
+from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.compat.types import GradientTensor
 from keras_paragrad.compat.variables import SavedVariables
+from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.step.apply import Contribution
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import is_overwritten, scale_gradient
 from keras_paragrad.storage.storage import reduce_replicated_gradients, storage_of
 
 Steps = int | Sequence[Sequence[int]]
-
 _EXPECTED = "an integer of at least 1, or pairs of (first update, steps) such as [(0, 2), (100, 8)]"
 
 
@@ -77,6 +85,44 @@ def _check_pairs(steps: object) -> list[tuple[int, int]]:
     return pairs
 
 
+WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
+TAILS = ("flush", "carry", "drop")
+ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
+
+
+class WindowOptions(NamedTuple):
+    """The arguments of an `AccumulatingOptimizer`, beside the optimizer that it wraps."""
+
+    steps: Steps = 1
+    weighting: str | DivisorFunction = "auto"
+    tail: str = "flush"
+    accumulator_dtype: str | None = "float32"
+    skip_nonfinite: bool = False
+
+    @classmethod
+    def checked(cls, *arguments: Any) -> "WindowOptions":
+        """Checks the arguments, in this order."""
+        steps, weighting, tail, accumulator_dtype, skip_nonfinite = arguments
+        return cls(
+            StepsSchedule(steps).steps,
+            check_choice_or_function("weighting", weighting, WEIGHTINGS, PARAMETERS),
+            check_choice("tail", tail, TAILS),
+            check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES),
+            check_flag("skip_nonfinite", skip_nonfinite),
+        )
+
+    def as_keywords(self) -> dict[str, Any]:
+        """The arguments, by name."""
+        return self._asdict()
+
+    @property
+    def described(self) -> str:
+        """The arguments that aren't the default ones, as they are typed."""
+        return ", ".join(
+            f"{name}={value!r}" for name, value in self.as_keywords().items() if value != self._field_defaults[name]
+        )
+
+
 class GradientWindow(SavedVariables):
     """Accumulators for the gradients of an optimizer's variables.
 
@@ -102,7 +148,7 @@ class GradientWindow(SavedVariables):
         # The indices of accumulators that a gradient may replace, or is only added to, in any trace. Bypass tracking.
         self.__dict__.update(_replaced=set(), _added=set())
         variables = optimizer.trainable_variables
-        self.overwrites = [overwrites(variable) for variable in variables]
+        self.overwrites = [is_overwritten(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
         self.weight = self.add("weight", local=True, aggregation="sum")
         # Outer optimizers, such as a LossScaleOptimizer, then pass its "gradient", a `Contribution`, on unchanged.
@@ -130,11 +176,9 @@ class GradientWindow(SavedVariables):
         *,
         drop_nonfinite: bool,
     ) -> None:
-        """Adds a micro-batch's gradients, or starts a window with them after an update.
+        """Adds a micro-batch's gradients, of the variables with some indices, or starts a window with them.
 
         Args:
-            indices: The indices of the variables that the gradients belong to.
-            gradients: Dense or `tf.IndexedSlices`.
             contribution: Their `Contribution` as a tensor; if `None`, all micro-batches have the same.
             drop_nonfinite: Whether to skip the micro-batch if any gradient is infinite or NaN.
         """
@@ -144,7 +188,10 @@ class GradientWindow(SavedVariables):
         # A weight of +0.0 marks a cleared window, whose stale sums are replaced. A begun one of weight zero gets -0.0
         # below, whose reciprocal is -inf.
         first = tf.equal(tf.math.reciprocal(before), float("inf"))
-        finite = _all_finite(gradients) if drop_nonfinite else None
+        finite = None
+        if drop_nonfinite:
+            dense = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in dense])
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
             weight = before * parts.decay + parts.weight
@@ -168,37 +215,21 @@ class GradientWindow(SavedVariables):
         self._replaced |= replaced
         self._added |= added
         for index, gradient in zip(indices, gradients, strict=True):
-            self._add(index, gradient, scale, finite, first)
-
-    def _add(
-        self,
-        index: int,
-        gradient: GradientTensor,
-        scale: Scalar | None,
-        finite: tf.Tensor | None,
-        first: tf.Tensor | bool,
-    ) -> None:
-        """Adds a gradient times `scale` to a variable's sum, or replaces the sum with it if `first`.
-
-        Adds zeros if `finite` is false; `None` if it isn't checked.
-        """
-        storage = storage_of(self.accumulators[index])
-        sparse = isinstance(gradient, tf.IndexedSlices)
-        values = tf.cast(gradient.values if sparse else gradient, storage.local.dtype)
-        if finite is not None:
-            values = tf.where(finite, values, tf.zeros_like(values))
-        if self.overwrites[index]:
-            storage.local.assign(tf.maximum(tf.where(first, tf.zeros_like(values), storage.local), values))
-        else:
-            added = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if sparse else values
-            storage.accumulate(added, scale, first)
+            target = storages[index].local
+            sparse = isinstance(gradient, tf.IndexedSlices)
+            values = tf.cast(gradient.values if sparse else gradient, target.dtype)
+            if finite is not None:
+                values = tf.where(finite, values, tf.zeros_like(values))
+            if self.overwrites[index]:
+                target.assign(tf.maximum(tf.where(first, tf.zeros_like(values), target), values))
+            else:
+                summand = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if sparse else values
+                storages[index].accumulate(summand, scale, first)
 
     def mean(self, indices: Sequence[int], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The mean gradient of the window over all replicas, in one reduction, and the weight that it is divided by.
 
-        Args:
-            indices: The indices of the variables that have a gradient.
-            variables: The variables with these indices.
+        It is of the variables that have a gradient, and have these indices.
         """
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
         sums = [tf.identity(storage_of(self.accumulators[index]).local) for index in indices]
@@ -220,8 +251,3 @@ class GradientWindow(SavedVariables):
         for index, accumulator in enumerate(self.accumulators):
             if index not in self._replaced - self._added:
                 storage_of(accumulator).reset(True)
-
-
-def _all_finite(gradients: Sequence[GradientTensor]) -> tf.Tensor:
-    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])

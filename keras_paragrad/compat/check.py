@@ -14,8 +14,9 @@ from keras_paragrad.compat.names import NAMES, Hook
 
 # Releases in which `make compat` finds every name.
 KNOWN_TO_WORK = "keras 3.10 with tensorflow 2.19, 3.12 with 2.20, and 3.15 with 2.21"
+MISSING = "is missing"
 # The parts whose names were found.
-_FOUND: set[str] = set()
+FOUND: set[str] = set()
 
 
 def check_backend() -> None:
@@ -36,14 +37,18 @@ def check_internals(*parts: str) -> None:
     Raises:
         ImportError: A name is missing or takes other parameters. The message names all that are missing.
     """
-    if missing := [hook for part in parts if part not in _FOUND for hook in NAMES[part] if problem(hook)]:
+    if missing := [hook for part in parts if part not in FOUND for hook in NAMES[part] if problem(hook)]:
         raise_missing(missing)
-    _FOUND.update(parts)
+    FOUND.update(parts)
 
 
 def raise_missing(hooks: Iterable[Hook]) -> NoReturn:
     """Raises the `ImportError` of names that the installed Keras and TensorFlow lack."""
-    problems = "; ".join(problem(hook) or _missing(hook) for hook in hooks)
+    problems = "; ".join(
+        f"{hook.module}:{hook.path} {problem(hook) or MISSING} "
+        f"(needed for {', '.join(part for part, needed in NAMES.items() if hook in needed)})"
+        for hook in hooks
+    )
     raise ImportError(
         f"keras_paragrad cannot work with the installed keras {keras.__version__} and tensorflow {tf.__version__}: "
         f"{problems}. Known to work: {KNOWN_TO_WORK}. Install those, or a keras_paragrad that knows these versions."
@@ -51,24 +56,19 @@ def raise_missing(hooks: Iterable[Hook]) -> NoReturn:
 
 
 def problem(hook: Hook) -> str | None:
-    """A description of what is missing: the name itself, or a parameter of it; `None` if nothing is."""
+    """What is wrong with a name: it is missing, or no longer takes a parameter; `None` if nothing is."""
     if hook.optional:
         return None
     owner, _, attribute = hook.path.rpartition(".")
     try:
         value = lookup(hook, owner if hook.assigned else hook.path)
     except (ImportError, AttributeError):
-        return _missing(hook)
+        return MISSING
     if hook.assigned:
-        return None if _assigns(value, attribute) else _missing(hook)
+        return None if _assigns(value, attribute) else MISSING
     parameters = inspect.signature(value).parameters if hook.parameters else {}
     absent = [name for name in hook.parameters if name not in parameters]
-    return f"{hook.module}:{hook.path} no longer takes {', '.join(absent)} {_needed(hook)}" if absent else None
-
-
-def forget() -> None:
-    """Clears the cache of `check_internals`."""
-    _FOUND.clear()
+    return f"no longer takes {', '.join(absent)}" if absent else None
 
 
 def lookup(hook: Hook, path: str) -> Any:
@@ -77,14 +77,6 @@ def lookup(hook: Hook, path: str) -> Any:
     for name in path.split(".") if path else ():
         value = getattr(value, name)
     return value
-
-
-def _missing(hook: Hook) -> str:
-    return f"{hook.module}:{hook.path} is missing {_needed(hook)}"
-
-
-def _needed(hook: Hook) -> str:
-    return f"(needed for {', '.join(part for part, hooks in NAMES.items() if hook in hooks)})"
 
 
 def _assigns(owner: type, attribute: str) -> bool:

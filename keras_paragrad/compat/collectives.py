@@ -101,11 +101,8 @@ OnReplicas: TypeAlias = Callable[..., Any]
 def cross_replica(body: Callable[..., None], *values: Any) -> None:
     """Calls `body(per_replica, *values)` once for all replicas; `per_replica(fn, *args)` calls `fn` on each of them.
 
-    A decision that all replicas must share, such as a branch around a collective, belongs in `body`.
-
-    Args:
-        body: The function; it must not return anything.
-        *values: This replica's nested tensors, which `body` gets grouped by replica.
+    `body` returns nothing, and gets the replicas' nested `values` grouped by replica. A decision that all replicas must
+    share, such as a branch around a collective, belongs in it.
     """
     if not tf.distribute.has_strategy():
         body(lambda fn, *args: fn(*args), *values)
@@ -134,7 +131,11 @@ def _all_reduce_sum(tensors: Sequence[Any]) -> list[Any]:
     """Sums over replicas: small tensors without a collective, large ones each in its own, the rest in buckets."""
     on_cpus = _sums_on_cpus()
     if on_cpus and replicas_are_local() and sum(map(_bytes_of, tensors)) <= SMALL:
-        return tf.distribute.get_replica_context().merge_call(_add_replica_values, args=(list(tensors),))
+
+        def add(strategy: tf.distribute.Strategy, grouped: list[tf.distribute.DistributedValues]) -> list[tf.Tensor]:
+            return [tf.add_n(strategy.experimental_local_results(values)) for values in grouped]
+
+        return tf.distribute.get_replica_context().merge_call(add, args=(list(tensors),))
     large = [index for index, tensor in enumerate(tensors) if LARGE <= _bytes_of(tensor) < math.inf] if on_cpus else []
     buckets: dict[tf.DType, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -169,17 +170,6 @@ def _bytes_of(tensor: GradientTensor) -> float:
     if isinstance(tensor, tf.IndexedSlices) or not tensor.shape.is_fully_defined():
         return math.inf
     return tensor.shape.num_elements() * tensor.dtype.size
-
-
-def _add_replica_values(
-    strategy: tf.distribute.Strategy, grouped: list[tf.distribute.DistributedValues]
-) -> list[tf.Tensor]:
-    return [tf.add_n(strategy.experimental_local_results(values)) for values in grouped]
-
-
-def first_replica_value(value: Any) -> Any:
-    """The value on the first local replica, of a value that is the same on all replicas."""
-    return first_replica_values(tf.distribute.get_strategy(), value)
 
 
 def first_replica_values(strategy: tf.distribute.Strategy, values: Any) -> Any:

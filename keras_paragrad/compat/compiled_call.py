@@ -9,18 +9,13 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import copy_mask, dense_parts, mask_of, pack_dense_parts
-from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Structure
-
-# A layer with this attribute needs the pass to be compiled as a whole.
-_WHOLE = "needs_whole_pass"
 
 
 class _CompileByLayer(threading.local):
     """Whether layers of this thread's replica are compiled one by one."""
 
-    def __init__(self) -> None:
-        self.enabled = False
+    enabled = False
 
 
 _COMPILE = _CompileByLayer()
@@ -51,14 +46,9 @@ def is_compiled_by_layer(layer: keras.layers.Layer) -> bool:
     return _COMPILE.enabled and all(inner.supports_jit for inner in layer._flatten_layers())
 
 
-def can_compile_by_layer(model: keras.Model) -> bool:
-    """Whether XLA may compile a model's layers one by one."""
-    return not any(map(needs_whole_pass, all_layers(model)))
-
-
 def needs_whole_pass(layer: keras.layers.Layer) -> bool:
     """Whether a layer's backward pass has to be of the whole batch that its loss is of."""
-    return getattr(layer, _WHOLE, False)
+    return getattr(layer, "needs_whole_pass", False)
 
 
 class _AddedLosses:
@@ -92,14 +82,8 @@ def compiled_call(
 ) -> Structure:
     """Calls a layer as a function that XLA compiles; without XLA, if the layer contains a loop.
 
-    Args:
-        layer: The layer, whose added losses are returned from the function.
-        call: Its `call`.
-        arguments: Positional arguments of the call.
-        keywords: Keyword arguments of the call.
-        weights: The gathered weights by the `id` of the variable, as `reading` takes them: in the variables' dtypes,
-            and in the dtype that the layer computes in.
-        reading: Makes the context in which the layer reads these weights.
+    The layer reads its gathered weights in the context `reading(*weights)`. `weights` has them by the `id` of the
+    variable: in the variables' dtypes, and in the dtype that the layer computes in.
     """
     leaves = keras.tree.flatten((arguments, keywords))
     masks = [mask_of(leaf) for leaf in leaves]

@@ -74,7 +74,8 @@ class ArrayRows:
     """
 
     def __init__(self, adapter: DataAdapter):
-        self.count = _rows_of(adapter)
+        # An optional input may be missing.
+        self.count = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(adapter._inputs) if leaf is not None)
         arrays = convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
         self._arrays = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(arrays)).repeat()
 
@@ -93,12 +94,6 @@ class ArrayRows:
         # As Keras does: the pipeline optimizer would serialize the arrays.
         options.experimental_optimization.apply_default_optimizations = False
         return without_autotuning(dataset.with_options(options))
-
-
-def _rows_of(adapter: DataAdapter) -> int:
-    """The number of rows of arrays."""
-    # An optional input may be missing.
-    return next(int(leaf.shape[0]) for leaf in keras.tree.flatten(adapter._inputs) if leaf is not None)
 
 
 def without_autotuning(dataset: Dataset) -> Dataset:
@@ -233,9 +228,8 @@ def read_once(adapter: DataAdapter) -> None:
 def read_as_validation(adapter: DataAdapter, steps: int | None) -> None:
     """Makes every iterator over a generator read as Keras's validation does: its first two batches, then unread ones.
 
-    Args:
-        adapter: An unread adapter that `read_once` was called with.
-        steps: Batches per validation, or `None` for all. No more are read: an iterator that ends loses them.
+    `adapter` is unread, and `read_once` was called with it. No more than `steps` batches are read, if it isn't `None`:
+    an iterator that ends loses them.
     """
     if isinstance(adapter, GeneratorDataAdapter):
         first, stream = adapter._first_batches, adapter.generator()

@@ -110,8 +110,6 @@ def uncompile(layer: keras.layers.Layer) -> None:
 
 
 class _Delegation(MethodPatch):
-    """Lends a model what `compile` has set on the model that trains it."""
-
     def __init__(self, model: keras.Model, trained: keras.Model):
         super().__init__()
         self.model, self.trained = model, trained
@@ -132,12 +130,9 @@ def delegated(model: keras.Model, trained: keras.Model) -> Generator[None]:
 def delegate_methods(
     trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> None:
-    """Installs delegates on `trained` for the `DELEGATED_METHODS` that `model` overrides.
+    """Makes `trained`, the compiled model, call the `DELEGATED_METHODS` that `model` overrides.
 
-    Args:
-        trained: The compiled model, which trains.
-        model: The model whose methods it calls.
-        while_loss: Makes a context for `compute_loss` in training.
+    `while_loss` makes a context for `compute_loss` in training.
     """
     for name in DELEGATED_METHODS:
         if overrides(model, name):
@@ -148,8 +143,6 @@ def delegate_methods(
 
 
 def _delegated_method(trained: keras.Model, model: keras.Model, name: str) -> Callable[..., Any]:
-    """Makes a method for the trained model that calls the other model's."""
-
     def method(*arguments: Any, **keywords: Any) -> Any:
         with delegated(model, trained):
             return getattr(model, name)(*arguments, **keywords)
@@ -160,8 +153,6 @@ def _delegated_method(trained: keras.Model, model: keras.Model, name: str) -> Ca
 def _delegated_loss(
     trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> Callable[..., tf.Tensor]:
-    """Makes a `compute_loss` for the trained model that calls the other model's."""
-
     def compute_loss(
         x: Structure = None,
         y: Structure = None,

@@ -113,11 +113,9 @@ def copy_mask(origin: object, tensor: object) -> None:
         set_keras_mask(tensor, mask_of(origin))
 
 
-@contextlib.contextmanager
-def full_precision() -> Generator[None]:
+def full_precision() -> contextlib.AbstractContextManager[object]:
     """Context in which weights are read in their own dtype, without autocasting."""
-    with AutocastScope(None):
-        yield
+    return AutocastScope(None)
 
 
 def dtype_within(variable: keras.Variable, dtype: str | None) -> str:
@@ -186,13 +184,7 @@ def dense_parts(leaf: object) -> list[tf.Tensor]:
 def pack_dense_parts(
     leaves: Sequence[Structure], parts: Sequence[Sequence[tf.Tensor]], masks: Sequence[tf.Tensor | None] | None = None
 ) -> list[Any]:
-    """Rebuilds leaves from other dense tensors, with the leaves' masks.
-
-    Args:
-        leaves: Nested tensors, flattened.
-        parts: For each leaf, tensors in place of its `dense_parts`.
-        masks: The leaves' masks, if attention may have removed them since.
-    """
+    """Rebuilds leaves from tensors in place of their `dense_parts`, with the leaves' masks, or with those given."""
 
     def pack(leaf: Structure, tensors: Sequence[tf.Tensor], mask: tf.Tensor | None):
         if not tensors:

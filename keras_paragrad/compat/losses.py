@@ -13,13 +13,7 @@ from keras_paragrad.compat.types import Array, Structure
 
 
 class OutputLoss(NamedTuple):
-    """A loss with its arguments.
-
-    Attributes:
-        path: The position of its prediction in the outputs.
-        loss: The loss.
-        y_true, y_pred, sample_weight: Its arguments.
-    """
+    """A loss with its arguments, and the position of its prediction in the outputs."""
 
     path: tuple[str | int, ...]
     loss: keras.losses.Loss
@@ -56,12 +50,7 @@ class LossMatching(CompileLoss):
         ]
 
     def match(self, y: Structure, y_pred: Structure, sample_weight: Structure = None) -> list[OutputLoss]:
-        """The arguments of each loss.
-
-        Args:
-            y: Targets, as `fit` takes them.
-            y_pred: The model's outputs, or tensors in their place.
-            sample_weight: Weights for all outputs, or nested as targets may be.
+        """The arguments of each loss, for targets and weights as `fit` takes them, and a model's outputs.
 
         Raises:
             ValueError: They can't be matched. The message says how each is nested.

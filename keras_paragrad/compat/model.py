@@ -39,13 +39,7 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
 def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
     """Refuses layers with a state for each row of a batch, such as `LSTM(stateful=True)`.
 
-    Args:
-        model: The model.
-        parts: The subject of the message, with its verb, that passes parts of a batch.
-        instead: What to write, for the message.
-
-    Raises:
-        ValueError: There is such a layer. The message names it.
+    For the message, `parts` is what passes parts of a batch, with its verb, and `instead` is what to write.
     """
     stateful = next((layer for layer in all_layers(model) if getattr(layer, "stateful", False)), None)
     if stateful is not None:
@@ -155,21 +149,12 @@ def compile_if_supported(model: keras.Model, jit_compile: bool) -> bool:
     """`jit_compile`, or False with a warning if XLA can't compile the model, as `Model.compile` does."""
     layer = layer_without_xla(model) if jit_compile else None
     if layer is not None:
-        warn(
-            f"XLA can't compile {type(layer).__name__} {layer.name!r}, so jit_compile=True is ignored. Remove it.",
-        )
+        warn(f"XLA can't compile {type(layer).__name__} {layer.name!r}, so jit_compile=True is ignored. Remove it.")
     return jit_compile and layer is None
 
 
 def percent(error: float) -> str:
-    """A relative error in percent, with two digits.
-
-    Example:
-
-    >>> from keras_paragrad.compat.model import percent
-    >>> percent(0.0312), percent(1.234), percent(2.6e-6)
-    ('3.1%', '120%', '0.00026%')
-    """
+    """A relative error in percent, with two digits: 3.1%, 120%, 0.00026%."""
     return f"{decimal.Decimal(f'{100 * error:.1e}'):f}%"
 
 
@@ -290,7 +275,7 @@ class Trainable(NamedTuple):
 
 
 def _trains(layer: keras.layers.Layer, built_for: set[int], flag: bool) -> bool:
-    """Whether the optimizer was built for a weight of the layer; `flag` for a layer without weights."""
+    """Whether the optimizer was built for a weight of a layer; `flag` for a layer without weights."""
     weights = [weight for inner in layer._flatten_layers() for weight in inner._trainable_variables]
     return any(id(weight) in built_for for weight in weights) if weights else flag
 

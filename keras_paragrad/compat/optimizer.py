@@ -1,12 +1,13 @@
 """Queries about optimizers, and a wrapper that delegates state and settings to `inner_optimizer`.
 
 An optimizer that wraps another, as `LossScaleOptimizer` does, has it as `inner_optimizer`; wrappers nest. One with
-`accumulates = True` implements `Accumulating`.
+`accumulates = True` accumulates gradients, and all-reduces their sum once per update, before clipping; its
+`gradient_weight` is a dummy variable, whose "gradient", passed to `apply`, is the micro-batch's `Contribution`.
 """
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -20,21 +21,6 @@ from keras_paragrad.compat.types import Config
 # Keras's sum of gradients over the replicas, a method of optimizers.
 REDUCTION = "_all_reduce_sum_gradients"
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
-
-
-class Accumulating(Protocol):
-    """An optimizer that accumulates gradients, and all-reduces their sum once per update, before clipping."""
-
-    accumulates: bool
-    weighting: Any
-
-    @property
-    def gradient_weight(self) -> keras.Variable:
-        """A dummy variable. Its "gradient", passed to `apply`, is the micro-batch's `Contribution` as a tensor.
-
-        Wrappers pass it on unscaled: Keras's `overwrite_with_gradient` marks it, as it does float8 scales.
-        """
-        ...
 
 
 def nested_optimizers(optimizer: keras.optimizers.Optimizer | None) -> Iterator[keras.optimizers.Optimizer]:
@@ -94,7 +80,7 @@ def unwrap_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers
     return optimizer.inner_optimizer if is_wrapper else optimizer
 
 
-def find_accumulator(optimizer: keras.optimizers.Optimizer | None) -> Accumulating | None:
+def find_accumulator(optimizer: keras.optimizers.Optimizer | None) -> Any:
     """The nested optimizer that accumulates gradients, or `None`."""
     return next((inner for inner in nested_optimizers(optimizer) if getattr(inner, "accumulates", False)), None)
 
@@ -171,11 +157,6 @@ class UnreducedOptimizers:
 def reduces_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer sums gradients over the replicas, and is not among `UnreducedOptimizers`."""
     return vars(optimizer).get(REDUCTION) is not list
-
-
-def overwrites(variable: keras.Variable) -> bool:
-    """Whether Keras assigns the gradient to the variable instead of updating it, as for float8 scales."""
-    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
@@ -326,14 +307,11 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _is_inner_setting(self, name: str) -> bool:
-        """Whether a name is a setting of the inner optimizer, such as `momentum`."""
         inner = self.__dict__.get("inner_optimizer")
         return inner is not None and not name.startswith("_") and hasattr(inner, name) and name in inner.get_config()
 
 
 def _delegated_setting(name: str) -> property:
-    """A property that reads and writes a setting of the inner optimizer."""
-
     def read(self: WrappingOptimizer) -> Any:
         return getattr(self.inner_optimizer, name) if "inner_optimizer" in self.__dict__ else None
 
@@ -346,8 +324,6 @@ def _delegated_setting(name: str) -> property:
 
 
 def _delegated_method(name: str):
-    """A method that calls the inner optimizer's."""
-
     def method(self: WrappingOptimizer, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner_optimizer, name)(*args, **kwargs)
 

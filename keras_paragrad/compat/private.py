@@ -31,18 +31,13 @@ def stand_in_for(hook: Hook) -> StandIn:
     return StandIn(hook.path.partition(".")[0], (), {"hook": hook})
 
 
-def _hooks_by_name() -> dict[str, Hook]:
-    """Maps each module, class or function that can be imported from here to a hook that says where it is."""
-    modules: dict[str, Hook] = {}
-    names: dict[str, Hook] = {}
-    for hook in HOOKS:
-        if hook.module.startswith(("keras.src", "tensorflow.")):
-            modules.setdefault(hook.module.rpartition(".")[2], Hook(hook.module, ""))
-            names.setdefault(hook.path.partition(".")[0], hook)
-    return {**modules, **names}
-
-
-_HOOKS = _hooks_by_name()
+# Reversed, as the first of several hooks with the same class says what needs the class.
+_FOREIGN = [hook for hook in reversed(HOOKS) if hook.module.startswith(("keras.src", "tensorflow."))]
+# By the name of each module, class or function that can be imported from here, where it is.
+_HOOKS = {
+    **{hook.module.rpartition(".")[2]: Hook(hook.module, "") for hook in _FOREIGN},
+    **{hook.path.partition(".")[0]: hook for hook in _FOREIGN},
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,10 +13,7 @@ Opened = TypeVar("Opened")
 class Replacement(NamedTuple):
     """A function of a module, or method of a class, and its replacement.
 
-    Attributes:
-        owner: The module or class.
-        name: The function's name.
-        function: Called with the value of the open context, the original, and the call's arguments.
+    The replacement is called with the value of the open context, the original, and the call's arguments.
     """
 
     owner: Any
@@ -63,7 +60,13 @@ class ProcessPatch(Generic[Value]):
             if not self._contexts:
                 # Look all of them up before setting any: a class may inherit from another.
                 replaced = [(target.owner, target.name, self._replaced(target)) for target in self._find()]
-                self._restorers = [_restorer(owner, name) for owner, name, _ in replaced]
+                # What an owner only inherits is deleted.
+                self._restorers = [
+                    functools.partial(setattr, owner, name, vars(owner)[name])
+                    if name in vars(owner)
+                    else functools.partial(delattr, owner, name)
+                    for owner, name, _ in replaced
+                ]
                 for replacement in replaced:
                     setattr(*replacement)
             self._contexts += change
@@ -83,13 +86,3 @@ class ProcessPatch(Generic[Value]):
             return replacement.function(value, original, *arguments, **keywords)
 
         return replaced
-
-
-def _restorer(owner: Any, name: str) -> Callable[[], None]:
-    """A function that restores an attribute as it is now: deletes it, if the owner only inherits it."""
-    inherited = name not in vars(owner)
-    return (
-        functools.partial(delattr, owner, name)
-        if inherited
-        else functools.partial(setattr, owner, name, vars(owner)[name])
-    )

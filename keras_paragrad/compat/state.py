@@ -154,11 +154,6 @@ class MethodPatch(abc.ABC):
         self._exits.close()
 
 
-def is_patched(owner: object, name: str) -> bool:
-    """Whether a method is overridden on the instance."""
-    return name in owner.__dict__
-
-
 def patch_of(owner: object, kind: type[Patch]) -> Patch | None:
     """An object's active patch of a class."""
     return _PATCHES.of(owner).get(kind)
@@ -168,9 +163,7 @@ def patch_of(owner: object, kind: type[Patch]) -> Patch | None:
 def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
     """Replaces methods while a step is traced in this context; entered on every replica.
 
-    Args:
-        owner: The object that the patch is attached to, so that the other replicas share it.
-        make: Makes the patch. An owner has at most one of each class.
+    The patch, at most one of each class, is attached to `owner`, so that the other replicas share it.
     """
     # Traces of replicas are interleaved at collectives: the first replica to enter patches, the last to leave restores.
     new = make()

@@ -14,7 +14,6 @@ from keras_paragrad.compat.operations import AutoTrackable
 from keras_paragrad.compat.optimizer import held_optimizers, nested_optimizers
 from keras_paragrad.compat.private import DistributedVariable, FuncGraph, KerasSaveable, UninitializedVariable
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
-from keras_paragrad.compat.types import DType
 from keras_paragrad.compat.workers import replica_placement
 
 
@@ -47,18 +46,12 @@ class SavedVariables(KerasSaveable, AutoTrackable):
         local: bool = False,
         like: keras.Variable | None = None,
     ):
-        """Adds a variable of zeros.
+        """Adds a variable of zeros, a `keras.Variable`, under the name to save it.
 
         Args:
-            name: The name to save the variable under.
-            shape: Its shape.
-            dtype: Its dtype.
             aggregation: How replicas' values are combined: `"none"`, `"sum"` or `"mean"`.
             local: Whether each replica has its own value; they are combined on reads in cross-replica context.
             like: The model's variable that it belongs to, whose device it is placed on.
-
-        Returns:
-            The `keras.Variable`.
         """
         strategy = tf.distribute.get_strategy()
         colocated = strategy.extended.colocate_vars_with(like.value) if like is not None else contextlib.nullcontext()
@@ -134,8 +127,7 @@ def _initialize(_: bool, initialize: Callable[..., None], variable: keras.Variab
     """Replaces `Variable._initialize`, which is `initialize`, in `without_memory`."""
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
         # An optimizer may compute a symbolic value from weights in `build`.
-        dtype = dtype_within(variable, None)
-        variable._value = unallocated_variable(value.shape, dtype, variable.trainable, variable.name)
+        variable._value = _unallocated(variable, value.shape)
     else:
         initialize(variable, value)
 
@@ -145,8 +137,7 @@ def _initialize_with(_: bool, initialize: Callable[..., None], variable: keras.V
     if variable_bytes(variable) <= _SMALL:
         initialize(variable, initializer)
     else:
-        dtype = dtype_within(variable, None)
-        variable._value = unallocated_variable(variable.shape, dtype, variable.trainable, variable.name)
+        variable._value = _unallocated(variable, variable.shape)
 
 
 _PATCH = ProcessPatch[bool](
@@ -165,23 +156,30 @@ def without_memory() -> contextlib.AbstractContextManager[object]:
     return _PATCH.open(True)
 
 
-def unallocated_variable(
-    shape: Sequence[int | None] | tf.TensorShape, dtype: DType, trainable: bool, name: str
-) -> tf.Variable:
-    """A `tf.Variable` without memory."""
+def _unallocated(variable: keras.Variable, shape: Sequence[int | None] | tf.TensorShape) -> tf.Variable:
+    """A `tf.Variable` without memory, to hold the value of a Keras variable."""
+    dtype = dtype_within(variable, None)
     with tf.init_scope():
-        return UninitializedVariable(shape=shape, dtype=dtype, trainable=trainable, name=name)
+        return UninitializedVariable(shape=shape, dtype=dtype, trainable=variable.trainable, name=variable.name)
 
 
 def copy_built_optimizer(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> keras.optimizers.Optimizer:
-    """A copy of an optimizer, built for the model's trainable variables, whose own variables have no memory.
-
-    Raises:
-        ValueError: The optimizer can't be copied.
-    """
-    copy = _copy_optimizer(optimizer)
+    """A copy of an optimizer, built for the model's trainable variables, whose own variables have no memory."""
+    try:
+        with warnings.catch_warnings():
+            # Keras warns of what it can't serialize, such as a lambda.
+            warnings.simplefilter("ignore")
+            config = optimizer.get_config()
+        if callable(optimizer._learning_rate) and "learning_rate" in config:
+            config["learning_rate"] = optimizer._learning_rate
+        copy = type(optimizer).from_config(config)
+    except Exception as error:
+        raise ValueError(
+            f"{optimizer.name} can't be copied to count its variables: {error}. Give {type(optimizer).__name__} a "
+            "get_config that its from_config takes."
+        ) from error
     with without_memory(), FuncGraph("never_run").as_default():
         # Innermost first: a wrapper would build it eagerly, where weights without memory can't be read.
         for inner in reversed([*nested_optimizers(copy)]):
@@ -200,38 +198,21 @@ def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dic
             *(getattr(inner, "_accumulated_gradients", ()) for inner in updating),
             *(wrapper.variables.values() for wrapper in saved),
         ],
-        # These include the averages and accumulators, which the loop below has seen by then.
+        # These include the averages and accumulators, which come before.
         "slots": [inner.variables for inner in updating],
     }
+    return each_once({kind: [each for part in lists[kind] for each in part if each is not None] for kind in lists})
+
+
+def each_once(groups: Mapping[str, Sequence[keras.Variable]]) -> dict[str, list[keras.Variable]]:
+    """Variables by group, each of them once, in its first group."""
     seen: set[int] = set()
-    by_purpose: dict[str, list[keras.Variable]] = {}
-    for kind, variables in lists.items():
-        new = {
-            id(variable): variable
-            for part in variables
-            for variable in part
-            if variable is not None and id(variable) not in seen
-        }
+    unique: dict[str, list[keras.Variable]] = {}
+    for name, variables in groups.items():
+        new = {id(variable): variable for variable in variables if id(variable) not in seen}
+        unique[name] = list(new.values())
         seen.update(new)
-        by_purpose[kind] = list(new.values())
-    return by_purpose
-
-
-def _copy_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A copy from the optimizer's config, with its learning rate schedule."""
-    try:
-        with warnings.catch_warnings():
-            # Keras warns of what it can't serialize, such as a lambda.
-            warnings.simplefilter("ignore")
-            config = optimizer.get_config()
-        if callable(optimizer._learning_rate) and "learning_rate" in config:
-            config["learning_rate"] = optimizer._learning_rate
-        return type(optimizer).from_config(config)
-    except Exception as error:
-        raise ValueError(
-            f"{optimizer.name} can't be copied to count its variables: {error}. Give {type(optimizer).__name__} a "
-            "get_config that its from_config takes."
-        ) from error
+    return unique
 
 
 @contextlib.contextmanager
@@ -240,9 +221,7 @@ def without_values(variables: Sequence[keras.Variable]) -> Generator[None]:
     before = [(variable, variable._value) for variable in variables]
     try:
         for variable, _ in before:
-            variable._value = unallocated_variable(
-                variable.shape, dtype_within(variable, None), variable.trainable, variable.name
-            )
+            variable._value = _unallocated(variable, variable.shape)
         yield
     finally:
         for variable, value in before:

@@ -27,10 +27,7 @@ def first_row(rows: tf.Tensor | int, part: tf.Tensor | int, parts: int) -> Any:
 
 
 def parts_per_replica(parts: int, replicas: int) -> int:
-    """The number of consecutive parts of a batch per replica.
-
-    A power of two: parts are summed in a binary tree, and each replica computes one branch.
-    """
+    """The number of consecutive parts of a batch per replica: a power of two, as each computes a branch of a tree."""
     count = 1
     while count * replicas < parts:
         count *= 2
@@ -41,9 +38,8 @@ class ReplicaPlacement(NamedTuple):
     """Which of a strategy's replicas are in this process.
 
     Attributes:
-        replicas: Number of replicas of all workers.
-        local: Number of replicas on this worker.
-        first: Index of this worker's first replica.
+        replicas, local: The number of replicas of all workers, and of this one.
+        first: The index of this worker's first replica.
         parts: If set, the batch is cut into this many fixed parts, and replicas get consecutive whole parts; if `None`,
             rows are split evenly.
     """
@@ -101,9 +97,8 @@ def worker_strategy(model: keras.Model) -> tf.distribute.Strategy:
 def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) -> tf.Variable:
     """A variable of zeros with a value for each replica, whose sum is read in cross-replica context.
 
-    Args:
-        shape: Its shape; a size of `None` is 0 at first and may change.
-        dtype: Its dtype. TensorFlow keeps int32 in host memory, which XLA can't reach from a GPU; use int64 instead.
+    A size of `None` is 0 at first and may change. TensorFlow keeps int32 in host memory, which XLA can't reach from a
+    GPU: use int64.
     """
     return tf.Variable(
         tf.zeros([size or 0 for size in shape], dtype),
@@ -140,14 +135,9 @@ def barrier() -> None:
 
 
 def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Gathers every worker's numbers on all workers, by one all-reduce.
+    """Gathers every worker's numbers, integers or float64, on all workers by one all-reduce: a row for each worker.
 
-    Args:
-        strategy: The strategy; all its workers call this, with the same number of values of one type.
-        values: This worker's numbers: integers or float64.
-
-    Returns:
-        An array of shape `(workers, len(values))`, the same on every worker.
+    All workers call it, with the same number of values of one type.
     """
     placement = replica_placement(strategy)
     row = np.asarray(values)
@@ -173,12 +163,7 @@ def sum_over_workers(strategy: tf.distribute.Strategy, placement: ReplicaPlaceme
 
 
 def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
-    """Calls `prepare` on every worker; if it fails on one, all raise, so that none waits for it.
-
-    Raises:
-        ValueError: `prepare` failed on another worker.
-        Exception: The error that `prepare` raised on this worker.
-    """
+    """Calls `prepare` on every worker; if it fails on one, all raise, so that none waits for it."""
     failure, result = None, None
     try:
         result = prepare()

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import check_parts
 from keras_paragrad.arguments import (
     check_choice,
     check_choice_or_function,
     check_integer,
     check_number,
+    check_parts,
 )
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction

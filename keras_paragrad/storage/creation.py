@@ -23,12 +23,9 @@ _STEP_METHODS = ("_apply_weight_decay", "_backend_increment_gradient_accumulator
 
 
 def create_in_shards(strategy: tf.distribute.Strategy, *, copies: bool, min_bytes: float) -> None:
-    """Makes a strategy create large trainable variables and their optimizer slots in shards.
+    """Makes a strategy create trainable variables of `min_bytes` and more, and their optimizer slots, in shards.
 
-    Args:
-        strategy: The strategy; no other object is changed.
-        copies: Whether each replica keeps a whole copy of the variables, to compute with.
-        min_bytes: The size from which a variable is sharded.
+    With `copies`, each replica keeps a whole copy of the variables, to compute with.
     """
     attributes = vars(strategy.extended)
     attributes[_CREATE] = functools.partial(_create, strategy, copies=copies, min_bytes=min_bytes)
@@ -75,7 +72,6 @@ def add_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
         with creating_whole(strategy):
             whole: Any = value.numpy()
             value.copies = tf.Variable(whole, aggregation=value.aggregation)
-        value.copies_are_current = True
 
 
 def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[keras.Variable, ShardedVariable]]:
@@ -130,8 +126,6 @@ def _create(
 
 
 def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
-    """Broadcasts the chief's value to all workers."""
-
     def broadcast() -> tf.Tensor:
         contribution = value if replica_index() == 0 else tf.zeros_like(value)
         context: Any = tf.distribute.get_replica_context()
@@ -154,11 +148,7 @@ def _update(
     kwargs: dict[str, Any] | None = None,
     group: bool = True,
 ) -> object:
-    """`StrategyExtended.update`: outside of a step, as in callbacks, `fn` gets whole variables instead of shards.
-
-    Raises:
-        ValueError: An optimizer updates shards in a custom training loop.
-    """
+    """`StrategyExtended.update`: outside of a step, as in callbacks, `fn` gets whole variables instead of shards."""
     values = {id(value): sharded_value(value) for value in tf.nest.flatten([var, args, kwargs or {}])}
     sharded = {key: value for key, value in values.items() if value is not None}
     if not sharded or any(value.being_updated for value in sharded.values()):

@@ -40,11 +40,7 @@ CONTEXT = _MeshContext()
 
 
 def turn_combine_pass_off() -> None:
-    """Keeps TensorFlow from combining the all-reduces of a step.
-
-    Raises:
-        ValueError: The environment turns the pass on, or TensorFlow may have read the environment before.
-    """
+    """Keeps TensorFlow from combining the all-reduces of a step, or refuses an environment in which it may."""
     if COMBINE_PASS not in os.environ and api._dtensor_singleton is not None:
         raise ValueError(
             f"This process has computed on a mesh before, without {COMBINE_PASS}=0 in the environment. TensorFlow may "
@@ -58,14 +54,7 @@ def turn_combine_pass_off() -> None:
 
 
 def span_workers(workers: Sequence[str], worker: int) -> None:
-    """Lets meshes of this process span the workers of a cluster, by environment variables.
-
-    Call it before the first mesh is made.
-
-    Args:
-        workers: The addresses of all workers.
-        worker: The index of this worker.
-    """
+    """Lets meshes of this process span workers at some addresses, by environment variables, before one is made."""
     os.environ |= {"DTENSOR_JOB_NAME": "worker", "DTENSOR_JOBS": ",".join(workers)}
     os.environ |= {"DTENSOR_CLIENT_ID": str(worker), "DTENSOR_NUM_CLIENTS": str(len(workers))}
 
@@ -73,12 +62,8 @@ def span_workers(workers: Sequence[str], worker: int) -> None:
 def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1, worker: int = 0) -> Mesh:
     """Makes a mesh of this process's devices, or of all workers' devices.
 
-    Args:
-        shape: The size of each axis by name.
-        devices: The names of this process's devices, such as `"CPU:0"`, in row-major order; each worker has the same
-            number.
-        workers: The number of workers.
-        worker: The index of this worker.
+    `shape` has the size of each axis, and `devices` this process's, such as `"CPU:0"`, in row-major order; each worker
+    has the same number.
     """
     if workers == 1:
         return dtensor.create_mesh(list(shape.items()), devices=list(devices))
@@ -132,18 +117,16 @@ def axis_size(mesh: Mesh, axis: str) -> int:
 
 
 def distribute(value: Array, mesh: Mesh, axes: Axes) -> tf.Tensor:
-    """Makes a DTensor of a value, and sends each part only to its own devices.
+    """Makes a DTensor of a whole value, and sends each part only to its own devices.
 
-    Args:
-        value: The whole, an array or a tensor.
-        mesh: The mesh.
-        axes: The mesh axis of each dimension. Divided dimensions are multiples of the axis size.
+    Divided dimensions are multiples of the size of their axis.
     """
     layout = layout_of(mesh, axes)
     whole: Any = tf.convert_to_tensor(value)
     sizes = [size // axis_size(mesh, axis) if axis else size for size, axis in zip(whole.shape, axes, strict=True)]
     positions = _local_positions(layout)
-    parts = {position: _part(whole, position, sizes) for position in set(positions)}
+    begins = {position: [i * size for i, size in zip(position, sizes, strict=True)] for position in set(positions)}
+    parts = {each: tf.slice(whole, begin, sizes) if sizes else whole for each, begin in begins.items()}
     return dtensor.pack([parts[position] for position in positions], layout)
 
 
@@ -157,11 +140,6 @@ def _is_whole_on_each_worker(layout: Layout) -> bool:
     """Whether the devices of each worker together have all parts of a tensor."""
     positions, local = [tuple(position) for position in layout.offset_to_shard()], len(layout.mesh.local_device_ids())
     return all(set(positions[i : i + local]) == set(positions) for i in range(0, len(positions), local))
-
-
-def _part(whole: tf.Tensor, position: Sequence[int], sizes: Sequence[int]) -> tf.Tensor:
-    begin = [index * size for index, size in zip(position, sizes, strict=True)]
-    return tf.slice(whole, begin, sizes) if sizes else whole
 
 
 def gather_dtensor(tensor: Any) -> tf.Tensor:
@@ -187,13 +165,7 @@ def gather_dtensor(tensor: Any) -> tf.Tensor:
 
 
 def relayout(tensor: tf.Tensor, axes: Axes, gradient: Axes | None = None) -> tf.Tensor:
-    """`dtensor.relayout` on the mesh of the step that is being traced, with a layout for the gradient too.
-
-    Args:
-        tensor: The tensor.
-        axes: The new mesh axis of each dimension.
-        gradient: The mesh axes of the gradient; `axes`, if `None`.
-    """
+    """`dtensor.relayout` on the mesh of the step that is being traced; the gradient has `axes` too, unless stated."""
     layout = layout_of(CONTEXT.mesh, axes)
     if not tensor.dtype.is_floating:
         return dtensor.relayout(tensor, layout)

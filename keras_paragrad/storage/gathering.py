@@ -3,20 +3,20 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_call, is_compiled_by_layer
+from keras_paragrad.compat.compiled_call import compiled_call, is_compiled_by_layer, needs_whole_pass
 from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS, dtype_within
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import get_stateless_scope, in_symbolic_scope
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards
-from keras_paragrad.storage.reading import READING, read_as, read_linked
+from keras_paragrad.storage.reading import READING, read_as
 from keras_paragrad.storage.sharded import ShardedVariable, sharded_value
 from keras_paragrad.storage.sharding import look_up_rows
 
@@ -28,8 +28,7 @@ _GATHERS = Slot[bool]("gathers", False)
 class _Order(threading.local):
     """The inputs of the layer that was called last on this replica."""
 
-    def __init__(self) -> None:
-        self.inputs: list[tf.Tensor] = []
+    inputs: Sequence[tf.Tensor] = ()
 
 
 _ORDER = _Order()
@@ -81,7 +80,7 @@ def call_with_gather(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
 
 def compiles_each_layer(model: keras.Model) -> bool:
     """Whether XLA has to compile a model's layers one by one, because each layer gathers its weights when called."""
-    return bool(_not_copied(model.variables)) and can_compile_by_layer(model)
+    return bool(_not_copied(model.variables)) and not any(map(needs_whole_pass, all_layers(model)))
 
 
 @contextlib.contextmanager
@@ -97,34 +96,10 @@ def _not_copied(variables: Sequence[keras.Variable]) -> list[ShardedVariable]:
 
 
 @contextlib.contextmanager
-def gather_before_loop(variables: Sequence[Any], needed: Container[int]) -> Generator[None]:
-    """Context of a loop in which this replica reads, and tapes watch, weights gathered before the loop.
-
-    Args:
-        variables: The Keras or TensorFlow variables that the loop's body may read.
-        needed: The ids of the variables whose values the body needs. All others read as zeros.
-    """
-    values = [(value, id(variable) in needed) for variable in variables for value in _not_copied([variable])]
-    with read_linked(
-        {id(value): value.gathered() if needs else tf.zeros(value.shape, value.dtype) for value, needs in values}
-    ):
-        yield
-
-
-def zeros_in_place_of_shards(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[None]:
-    """Context of a graph that never runs, in which replicas don't wait for each other to gather."""
-    return gather_before_loop(variables, ())
-
-
-@contextlib.contextmanager
 def watch_gathered(tape: tf.GradientTape) -> Generator[Callable[[keras.Variable], Any]]:
-    """Context of a pass that reads weights gathered before it.
+    """Context of a pass, recorded by `tape`, that reads weights gathered before it.
 
-    Args:
-        tape: The tape that records the pass.
-
-    Yields:
-        A function from a Keras variable to what `tape.gradient` takes as its source.
+    Yields a function from a Keras variable to what `tape.gradient` takes as its source.
     """
     # A branch, loop or function captures a tensor of the outer graph only once it is used in there.
     inner = {key: tf.identity(tensor) for key, tensor in READING.values.items()}
@@ -142,17 +117,18 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
         return call(*arguments, **keywords)
     read = _not_copied(_read_by(layer))
     # A loop within the layer would add up gradients of shards.
-    linked = {id(value): value.value() for value in read if id(value) in READING.linked}
-    # What an outer layer, a pass or a loop has gathered.
-    gathered = {*READING.values, *READING.cast, *linked}
+    zeros = {id(value): value.value() for value in read if READING.zeros}
+    # What an outer layer or a pass has gathered.
+    gathered = {*READING.values, *READING.cast, *zeros}
     missing = [value for value in read if id(value) not in gathered]
     if _looks_up_rows(layer, missing, keywords):
         return _call_embedding(call, missing[0], *arguments, **keywords)
     # Wait for the inputs of the previous layer: these weights arrive while that layer computes, and no earlier.
-    after = [input_ for input_ in _ORDER.inputs if input_.graph is _graph()]
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    after = [input_ for input_ in _ORDER.inputs if input_.graph is graph]
     _ORDER.inputs = [input_ for input_ in inputs if isinstance(input_, tf.Tensor) and hasattr(input_, "graph")]
     dtypes = _compute_dtypes(layer)
-    whole, cast = linked, {}
+    whole, cast = zeros, {}
     for value in missing:
         dtype = dtypes.get(id(value))
         (cast if dtype else whole)[id(value)] = value.gathered(dtype, after)
@@ -185,10 +161,6 @@ def _compute_dtypes(layer: keras.layers.Layer) -> dict[int, str]:
             if value and dtype != value.dtype.name:
                 dtypes[id(value)] = dtype
     return dtypes
-
-
-def _graph() -> tf.Graph | None:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _looks_up_rows(layer: keras.layers.Layer, missing: Sequence[ShardedVariable], keywords: dict[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 """`MeshVariable`: the value of a Keras variable that is divided over a mesh, and `Meshed`, its storage."""
 
-import contextlib
 import functools
 import math
 import uuid
@@ -24,7 +23,7 @@ from keras_paragrad.storage.dtensor import (
     on_mesh,
     relayout,
 )
-from keras_paragrad.storage.storage import Parts, Whole
+from keras_paragrad.storage.storage import Parts, Storage
 
 _IN_GRAPH = (
     "The model's variables are on a mesh of devices, and a function of one device reads or assigns them. Call undo() "
@@ -48,10 +47,8 @@ class MeshVariable(BaseResourceVariable):
 
     Args:
         value: The whole value.
-        mesh: The mesh.
-        axes: The mesh axis along which each dimension is divided, or `None`.
-        name: As in `tf.Variable`.
-        trainable: As in `tf.Variable`.
+        axes: The axis of `mesh` along which each dimension is divided, or `None`.
+        name, trainable: As in `tf.Variable`.
 
     Attributes:
         whole_in_steps: Whether a step, too, reads it whole on each device. Its gradient is divided again.
@@ -113,9 +110,12 @@ class MeshVariable(BaseResourceVariable):
     ) -> TensorVariable:
         """Assigns a whole value, or in a step a DTensor."""
         if computing_on_mesh():
-            if CONTEXT.assigned is not None:
-                return self._record(tf.cast(value, self.dtype))
-            return super().assign(value, use_locking, name, read_value)
+            if CONTEXT.assigned is None:
+                return super().assign(value, use_locking, name, read_value)
+            # The assignment is discarded, and later reads of the step see it.
+            recorded: Any = tf.cast(value, self.dtype)
+            CONTEXT.assigned[id(self)] = recorded
+            return recorded
         self._check_eager()
         parts = distribute(tf.cast(tf.convert_to_tensor(value), self.dtype), self.mesh, self.axes)
         with on_mesh(self.mesh):
@@ -126,9 +126,7 @@ class MeshVariable(BaseResourceVariable):
         self, delta: Array, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
     ) -> TensorVariable:
         """Adds a whole value, or in a step a DTensor."""
-        if computing_on_mesh():
-            if CONTEXT.assigned is not None:
-                return self._record(self._read_variable_op() + tf.cast(delta, self.dtype))
+        if computing_on_mesh() and CONTEXT.assigned is None:
             return super().assign_add(delta, use_locking, name, read_value)
         return self.assign(self.read_value() + tf.cast(delta, self.dtype))
 
@@ -136,9 +134,7 @@ class MeshVariable(BaseResourceVariable):
         self, delta: Array, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
     ) -> TensorVariable:
         """Subtracts a whole value, or in a step a DTensor."""
-        if computing_on_mesh():
-            if CONTEXT.assigned is not None:
-                return self._record(self._read_variable_op() - tf.cast(delta, self.dtype))
+        if computing_on_mesh() and CONTEXT.assigned is None:
             return super().assign_sub(delta, use_locking, name, read_value)
         return self.assign(self.read_value() - tf.cast(delta, self.dtype))
 
@@ -169,12 +165,6 @@ class MeshVariable(BaseResourceVariable):
             value = whole.read_value()
         return self.assign(value)
 
-    def _record(self, value: tf.Tensor) -> Any:
-        """Discards an assignment, which later reads of the step see."""
-        assert CONTEXT.assigned is not None
-        CONTEXT.assigned[id(self)] = value
-        return value
-
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         # `tf.train.Checkpoint` would read the variable in a function on one device.
         return {"VARIABLE_VALUE": self.read_value()}
@@ -187,11 +177,10 @@ class MeshVariable(BaseResourceVariable):
             raise ValueError(_IN_GRAPH)
 
 
-class Meshed(Whole):
+class Meshed(Storage):
     """The storage of a variable whose value is a `MeshVariable`, which a step uses as on one device; see `Storage`."""
 
-    # A `MeshVariable`.
-    variable: Any
+    variable: MeshVariable
     # `tf.where` on tensors with different layouts crashes the process.
     replaces = False
 
@@ -210,9 +199,6 @@ class Meshed(Whole):
 
     def reset(self, first: tf.Tensor | bool) -> None:
         self.variable.assign(self.variable * tf.cast(tf.logical_not(first), self.variable.dtype))
-
-    def computing(self) -> contextlib.AbstractContextManager[None]:
-        return on_mesh(self.mesh)
 
     def parts(self, placement: ReplicaPlacement) -> Parts | None:
         # A block may span workers. So each worker writes an equal part of the flat whole, which is gathered.

@@ -1,6 +1,7 @@
 """The variables of a model and its optimizer: listed, assigned, and moved to another `tf.Variable`."""
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from keras_paragrad.compat.model import all_layers, compile_config, optimizers_o
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Array
-from keras_paragrad.compat.variables import SavedVariables, assign_sum
+from keras_paragrad.compat.variables import SavedVariables, assign_sum, each_once
 from keras_paragrad.compat.workers import local_replica_values
 
 # Variables by owner: "model", "optimizer" or "metrics".
@@ -27,42 +28,26 @@ def training_variables(model: keras.Model) -> Sections:
     """All variables that a step reads or writes, by owner, in the same order in every process."""
     builder = STEP_BUILDER.of(model)
     window = builder.loss_window if builder is not None and builder.stages.apply else None
-    sections = {
+    sections: Sections = {
         "model": model.variables,
         "optimizer": [
             variable for optimizer in held_optimizers(model.optimizer) for variable in variables_of(optimizer)
         ],
         "metrics": [*model.metrics_variables, *(window.variables.values() if window is not None else ())],
     }
-    seen: set[int] = set()
-    unique: Sections = {}
-    for name, variables in sections.items():
-        new = {id(variable): variable for variable in variables if id(variable) not in seen}
-        unique[name] = list(new.values())
-        seen.update(new)
-    return unique
+    return each_once(sections)
 
 
 def variables_of_run(model: keras.Model) -> Sections:
     """`training_variables`, plus the variables of all other optimizers of the model."""
     sections = training_variables(model)
-    seen = {id(variable) for variables in sections.values() for variable in variables}
     others = [inner for optimizer in optimizers_of(model) for inner in held_optimizers(optimizer)]
-    new = {
-        id(variable): variable
-        for optimizer in others
-        for variable in variables_of(optimizer)
-        if id(variable) not in seen
-    }
-    return {**sections, "optimizer": [*sections["optimizer"], *new.values()]}
+    of_others = [variable for optimizer in others for variable in variables_of(optimizer)]
+    return each_once({**sections, "optimizer": [*sections["optimizer"], *of_others]})
 
 
 def built_with(model: keras.Model) -> list[list[int] | None]:
-    """For each optimizer of a model, the indices of the model's variables it was built with; `None` if it isn't built.
-
-    Raises:
-        ValueError: An optimizer was built with variables outside of the model.
-    """
+    """For each optimizer of a model, the indices of the variables it was built with; `None` if it isn't built."""
     index_of = {id(variable): index for index, variable in enumerate(model.variables)}
     built: list[list[int] | None] = []
     for optimizer in optimizers_of(model):
@@ -139,25 +124,19 @@ class TracedState:
     """The `compile` call, variables, storages and frozen layers with which a model's functions were traced."""
 
     def __init__(self):
-        self._configuration: object = None
-        self._variables: list[tuple[Any, Any, bool]] = []
+        self._objects: list[Any] = []
+        self._flags: list[bool] = []
 
     def update(self, model: keras.Model) -> bool:
         """Records the model's state; returns whether it has changed."""
-        before, self._variables = self._variables, self._now(model)
-        configuration, self._configuration = self._configuration, compile_config(model)
-        return configuration is not self._configuration or not (
-            len(before) == len(self._variables) and all(map(_is_same, before, self._variables))
-        )
-
-    def _now(self, model: keras.Model) -> list[tuple[Any, Any, bool]]:
         sections = training_variables(model)
         variables = (*sections["model"], *sections["optimizer"])
-        return [(weakref.ref(variable), weakref.ref(variable._value), variable.trainable) for variable in variables]
-
-
-def _is_same(before: tuple[Any, Any, bool], now: tuple[Any, Any, bool]) -> bool:
-    return before[0]() is now[0]() and before[1]() is now[1]() and before[2] == now[2]
+        values = [variable._value for variable in variables]
+        objects, flags = [compile_config(model), *variables, *values], [variable.trainable for variable in variables]
+        before = [reference() for reference in self._objects]
+        same = len(before) == len(objects) and all(map(operator.is_, before, objects)) and flags == self._flags
+        self._objects, self._flags = list(map(weakref.ref, objects)), flags
+        return not same
 
 
 def replace_value(variable: keras.Variable, value: Array) -> None:
@@ -202,12 +181,7 @@ def following_keys(
 
 
 def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str | int]) -> None:
-    """Replaces an optimizer's keys of variables, which change with the `tf.Variable` that holds them.
-
-    Args:
-        optimizer: The optimizer, or `None`.
-        keys: The new keys by the old ones.
-    """
+    """Replaces an optimizer's keys of variables, which change with the `tf.Variable` that holds them."""
     for inner in held_optimizers(optimizer):
         for attribute in vars(inner).values():
             if isinstance(attribute, dict):

@@ -17,14 +17,14 @@ class Reading(threading.local):
     Attributes:
         values: Tensors to read instead of gathering, by the `id` of the variable.
         cast: The same, already cast to the dtype that a layer computes in.
-        linked: The same, for variables that tapes watch. A tensor's gradient flows to its variable.
+        zeros: Whether all others read as zeros, in a graph that never runs.
         assigned: Recorded assignments by the `id` of the variable, or `None` if assignments are carried out.
     """
 
     def __init__(self) -> None:
         self.values: Mapping[int, tf.Tensor] = {}
         self.cast: Mapping[int, tf.Tensor] = {}
-        self.linked: Mapping[int, tf.Tensor] = {}
+        self.zeros = False
         self.assigned: dict[int, tuple[TensorVariable, tf.Tensor]] | None = None
 
 
@@ -64,11 +64,9 @@ def assigning_whole() -> Generator[None]:
 
 @contextlib.contextmanager
 def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | None = None) -> Generator[None]:
-    """Context in which this replica reads tensors in place of sharded variables.
+    """Context in which this replica reads whole values in place of sharded variables, by the variables' `id`.
 
-    Args:
-        tensors: The whole values, by the `id` of the `ShardedVariable`.
-        cast: Whole values to be read only where Keras casts the variable to their dtype.
+    Those in `cast` are read where Keras casts the variable to their dtype.
     """
     before = READING.values, READING.cast
     READING.values, READING.cast = {**before[0], **tensors}, {**before[1], **(cast or {})}
@@ -79,15 +77,10 @@ def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | No
 
 
 @contextlib.contextmanager
-def read_linked(tensors: Mapping[int, tf.Tensor]) -> Generator[None]:
-    """Context in which this replica reads tensors in place of sharded variables, which tapes watch.
-
-    Args:
-        tensors: The whole values, by the `id` of the `ShardedVariable`.
-    """
-    before = READING.linked
-    READING.linked = {**before, **tensors}
+def zeros_in_place_of_shards() -> Generator[None]:
+    """Context of a graph that never runs, in which replicas don't wait for each other to gather."""
+    before, READING.zeros = READING.zeros, True
     try:
         yield
     finally:
-        READING.linked = before
+        READING.zeros = before

@@ -6,7 +6,7 @@ The *position* of an operation is its index in the graph; from `backward_start` 
 import contextlib
 import threading
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,11 +20,19 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _SHAPE_OPERATIONS = ("Rank", "Shape", "ShapeN", "Size")
 
 
+class _Gather(NamedTuple):
+    """A weight that was gathered in a dtype."""
+
+    variable: TensorVariable
+    dtype: DType | None
+    tensor: tf.Tensor
+
+
 class _Gathered(threading.local):
-    """The weights that this replica has gathered: variable, the dtype of the gather, and tensor."""
+    """The weights that this replica has gathered."""
 
     def __init__(self) -> None:
-        self.weights: list[tuple[TensorVariable, DType | None, tf.Tensor]] = []
+        self.weights: list[_Gather] = []
 
 
 _GATHERED = _Gathered()
@@ -33,7 +41,7 @@ _GATHERED = _Gathered()
 def record_gather(variable: TensorVariable, dtype: DType | None, tensor: tf.Tensor) -> None:
     """Records that this replica has gathered a weight."""
     if not tf.executing_eagerly():
-        _GATHERED.weights.append((variable, dtype, tensor))
+        _GATHERED.weights.append(_Gather(variable, dtype, tensor))
 
 
 def forget_gathers() -> None:
@@ -45,14 +53,11 @@ def forget_gathers() -> None:
 def regather_in_backward(loss: tf.Tensor) -> Generator[None]:
     """Context of `tape.gradient` that gathers weights again for the backward pass.
 
-    A weight is gathered when the first gradient arrives that needs it. So the tensor of the forward pass is freed at
-    its last use, and not kept until the backward pass.
-
-    Args:
-        loss: The loss. A gather waits for it if no gradient arrives before its first use.
+    A weight is gathered when the first gradient arrives that needs it, or else when the loss is there. So the tensor
+    of the forward pass is freed at its last use, and not kept until the backward pass.
     """
     graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    gathered = [weight for weight in _GATHERED.weights if weight[2].graph is graph]
+    gathered = [weight for weight in _GATHERED.weights if weight.tensor.graph is graph]
     _GATHERED.weights = []
     if not gathered:
         yield
@@ -75,12 +80,7 @@ def regather_in_backward(loss: tf.Tensor) -> Generator[None]:
 class _Weight:
     """A gathered weight, and the backward pass's uses of it and of its views, which operations in `_VIEWS` make."""
 
-    def __init__(
-        self,
-        gathered: tuple[TensorVariable, DType | None, tf.Tensor],
-        backward_start: int,
-        positions: dict[str, int],
-    ):
+    def __init__(self, gathered: _Gather, backward_start: int, positions: dict[str, int]):
         self._variable, self._dtype, self._tensor = gathered
         self._backward_start, self._positions = backward_start, positions
         # The regathered counterparts of views, by `id`.
@@ -98,11 +98,8 @@ class _Weight:
     def regather(self, after: list[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers the weight again, and rewires the backward pass to it.
 
-        Args:
-            after: The tensors that the weight before this one waited for.
-
-        Returns:
-            The tensors that this one waits for: inputs of its first use, which do not depend on it.
+        It waits for inputs of its first use, which do not depend on it, or for what the weight before waited for, and
+        returns these.
         """
         first = next(use for use, _ in self.uses if self._positions[use.name] == self.first_use)
         after = [input_ for input_ in first.inputs if self._is_backward(input_.op)] or after
@@ -118,7 +115,6 @@ class _Weight:
         return self._positions.get(operation.name, -1) >= self._backward_start
 
     def _views_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """A tensor and its views in the forward pass."""
         views = [tensor]
         for use in tensor.consumers():
             if self._is_backward(use):

@@ -14,7 +14,7 @@ from keras_paragrad.compat.types import GradientTensor, Scalar
 from keras_paragrad.storage.lookups import Lookup, lookups_of, record_lookup
 
 # What becomes of the sum over replicas of a lookup's gradients, which has those of all of them one after the other.
-Merge = Callable[[Any], Any]
+Merge = Callable[[Any], Any] | None
 
 
 def sum_gradients(gradients: Sequence[GradientTensor]) -> list[GradientTensor]:
@@ -26,7 +26,7 @@ def sum_gradients(gradients: Sequence[GradientTensor]) -> list[GradientTensor]:
     """
     lookups = [_split_lookups(gradient) for gradient in gradients]
     sums = iter(sum_over_replicas([lookup for group in lookups for lookup, _ in group]))
-    return [join_lookups([merge(next(sums)) for _, merge in group]) for group in lookups]
+    return [join_lookups([merge(next(sums)) if merge else next(sums) for _, merge in group]) for group in lookups]
 
 
 def scale_gradient(gradient: GradientTensor | None, factor: Scalar) -> Any:
@@ -82,10 +82,8 @@ class Lookups(NamedTuple):
     def of_part(cls, gradient: Any, table: keras.Variable, optimizer: Any, rows: int | None, before: Any = None) -> Any:
         """Splits the gradient of a variable in a part; returns it dense, if it isn't of lookups, or of unique rows.
 
-        Args:
-            gradient, table, optimizer: The gradient, its variable, and the optimizer that gets it.
-            rows: The part's static number of examples.
-            before: The result for another part, which decides which lookups are shared, or `None`.
+        `rows` is the part's static number of examples. The result `before` for another part, if there is one, decides
+        which lookups are shared.
         """
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
@@ -153,16 +151,11 @@ def dense_if_linear(optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any
     return tf.convert_to_tensor(gradient) if looked_up and is_linear(optimizer) else gradient
 
 
-def sum_dtype(variable: keras.Variable) -> str:
-    """The dtype in which the gradients of a variable are summed."""
-    return "float64" if variable.dtype == "float64" else "float32"
-
-
 def accumulate_gradient(variable: keras.Variable, total: Any, gradient: Any, factor: Scalar | None = None) -> Any:
     """Returns `total + factor * gradient`; for float8 scales, the larger of the two."""
     if isinstance(total, Lookups):
         return total + gradient
-    gradient = tf.cast(gradient, sum_dtype(variable))
+    gradient = tf.cast(gradient, "float64" if variable.dtype == "float64" else "float32")
     if is_overwritten(variable):
         return gradient if total is None else tf.maximum(total, gradient)
     gradient = gradient if factor is None else scale_gradient(gradient, factor)
@@ -201,9 +194,12 @@ def _is_undecided(own: Any, total: Any) -> bool:
 def _split_lookups(gradient: GradientTensor) -> list[tuple[GradientTensor, Merge]]:
     """Splits a gradient by lookups of the variable, with what becomes of their sums."""
     lookups = lookups_of(gradient.indices) if isinstance(gradient, tf.IndexedSlices) else []
-    merges = [_merge_of(lookup) for lookup in lookups]
-    if set(merges) <= {_keep} or not can_split(lookups):
-        return [(gradient, _keep)]
+    merges = [
+        _add_rows if lookup.has_unique_rows() else _add_replicas if lookup.is_for_all_examples() else None
+        for lookup in lookups
+    ]
+    if not any(merges) or not can_split(lookups):
+        return [(gradient, None)]
     return list(zip(gradients_of_lookups(gradient, lookups), merges, strict=True))
 
 
@@ -219,16 +215,6 @@ def gradients_of_lookups(gradient: Any, lookups: Sequence[Lookup]) -> list[tf.In
 def can_split(lookups: Sequence[Lookup]) -> bool:
     """Whether a gradient can be split into those of its lookups: the size of one may be unknown."""
     return [isinstance(lookup.size, int) and lookup.size < 0 for lookup in lookups].count(True) < 2
-
-
-def _merge_of(lookup: Lookup) -> Merge:
-    if lookup.has_unique_rows():
-        return _add_rows
-    return _add_replicas if lookup.is_for_all_examples() else _keep
-
-
-def _keep(total: Any) -> Any:
-    return total
 
 
 def _add_rows(total: tf.IndexedSlices) -> tf.IndexedSlices:

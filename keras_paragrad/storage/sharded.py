@@ -22,7 +22,7 @@ from keras_paragrad.storage.reading import READING, AssignmentRecorder, assignin
 from keras_paragrad.storage.regathering import record_gather
 from keras_paragrad.storage.row_gradients import sum_gradients
 from keras_paragrad.storage.sharding import Partition, all_gather, reduce_scatter
-from keras_paragrad.storage.storage import Parts, Whole, host_value
+from keras_paragrad.storage.storage import Parts, Storage, host_value
 from keras_paragrad.storage.updating import is_elementwise
 
 
@@ -33,11 +33,9 @@ class ShardedVariable(DistributedVariable):
     Within `tf.distribute.StrategyExtended.update`, where optimizers compute, it is the shard.
 
     Args:
-        strategy: The strategy.
+        strategy, aggregation, policy: As in `DistributedVariable`.
         values: This process's shards.
         partition: How the variable is divided.
-        aggregation: As in `tf.Variable`.
-        policy: As in `DistributedVariable`.
         copies: A distributed variable that is whole on each replica, to read instead of gathering, or `None`.
     """
 
@@ -53,8 +51,6 @@ class ShardedVariable(DistributedVariable):
         super().__init__(strategy, values, aggregation, var_policy=policy)
         self.partition = partition
         self.copies = copies
-        # False while optimizers update the shards.
-        self.copies_are_current = copies is not None
         # Whether optimizers receive the shards.
         self.being_updated = False
 
@@ -62,6 +58,11 @@ class ShardedVariable(DistributedVariable):
     def storage(self) -> "Sharded":
         """The variable's `Storage`."""
         return Sharded(self)
+
+    @property
+    def copies_are_current(self) -> bool:
+        """Whether there are whole copies to read: not while optimizers update the shards."""
+        return self.copies is not None and not self.being_updated
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -136,17 +137,14 @@ class ShardedVariable(DistributedVariable):
             return cast
         if id(self) in READING.values:
             return READING.values[id(self)]
-        if id(self) in READING.linked:
-            return _linked(READING.linked[id(self)], self.shard.read_value())
-        return self.local_copy if self.copies_are_current else self.gathered()
+        if self.copies_are_current:
+            return self.local_copy
+        if READING.zeros:
+            return _linked(tf.zeros(self.partition.shape, self.dtype), self.shard.read_value())
+        return self.gathered()
 
     def gathered(self, dtype: DType | None = None, after: Sequence[tf.Tensor] = ()) -> tf.Tensor:
-        """Gathers all replicas' shards. The shard's gradient is the gradient of the whole value.
-
-        Args:
-            dtype: The dtype to gather in; the variable's, if `None`.
-            after: Tensors to wait for.
-        """
+        """Gathers all replicas' shards, in a dtype, after some tensors. The shard's gradient is that of the whole."""
         with tf.control_dependencies(after):
             whole = self.whole(self.shard.read_value(), dtype)
         record_gather(self, dtype, whole)
@@ -164,23 +162,17 @@ class ShardedVariable(DistributedVariable):
         whole: Any = gather(shard)
         return whole
 
-    @property
-    def has_remote_shards(self) -> bool:
-        """Whether the value can't be read without other workers."""
-        return self.copies is None and replica_placement(self.distribute_strategy).workers > 1
-
     def read_locally(self) -> tf.Tensor | None:
-        """The whole, without a collective; `None` if it `has_remote_shards`."""
-        if self.has_remote_shards:
-            return None
+        """The whole, without a collective; `None` if it can't be read without other workers."""
         if self.copies is not None:
             copies: Any = self.copies
             return tf.convert_to_tensor(copies.values[0])
+        if replica_placement(self.distribute_strategy).workers > 1:
+            return None
         with tf.device("CPU:0"):
             return self.partition.whole(tf.concat([shard.read_value() for shard in self.values], 0))
 
     def _gather_outside(self) -> tf.Tensor:
-        """The whole in cross-replica context."""
         if replica_placement(self.distribute_strategy).workers > 1:
             with self.distribute_strategy.scope():
                 gathered = self.distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
@@ -236,15 +228,14 @@ class ShardedVariable(DistributedVariable):
     @property
     def is_gathered(self) -> bool:
         """Whether reading on this replica gathers."""
-        replaced = self.copies_are_current or id(self) in {**READING.values, **READING.linked}
+        replaced = self.copies_are_current or READING.zeros or id(self) in READING.values
         return not replaced and _on_replica_of(self.distribute_strategy)
 
 
-class Sharded(Whole):
+class Sharded(Storage):
     """The storage of a variable whose value is a `ShardedVariable`; see `Storage`."""
 
-    # A `ShardedVariable`.
-    variable: Any
+    variable: ShardedVariable
     divided = True
 
     def read(self) -> tf.Tensor:
@@ -321,14 +312,12 @@ class Sharded(Whole):
 
     @contextlib.contextmanager
     def updating(self) -> Generator[None]:
-        self.variable.being_updated = True
         # Until `refresh`, reads gather.
-        self.variable.copies_are_current = False
+        self.variable.being_updated = True
         try:
             yield
         finally:
             self.variable.being_updated = False
-            self.variable.copies_are_current = self.variable.copies is not None
 
     def refresh(self) -> None:
         """Copies the shards of all replicas to the whole copies."""
@@ -341,11 +330,7 @@ class Sharded(Whole):
 
 
 def check_being_updated(variables: Iterable[ShardedVariable]) -> None:
-    """Refuses to pass shards to an optimizer outside of a step, where gradients are not reduced to shards.
-
-    Raises:
-        ValueError: A variable isn't updated by a step of this package.
-    """
+    """Refuses to pass shards to an optimizer outside of a step, where gradients are not reduced to shards."""
     for variable in variables:
         if not variable.being_updated:
             raise ValueError(

@@ -104,8 +104,14 @@ def largest_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def reduce_scatter(gradients: Sequence[tf.Tensor], partitions: Sequence[Partition]) -> list[tf.Tensor]:
     """This replica's shards of the sums of all replicas' dense gradients; called on every replica."""
     if replicas_are_local():
-        # One by one: a gradient is freed as soon as it is scattered.
-        return [_scatter(*pair) for pair in zip(gradients, partitions, strict=True)]
+        # One by one: a gradient is freed as soon as it is scattered. Each is divided on the device that holds the sum,
+        # so each other device is sent only its shard.
+        return [
+            _exchange(
+                lambda replicas, index: tf.add_n([shards[index] for shards in replicas]), partition.all_shards(gradient)
+            )
+            for gradient, partition in zip(gradients, partitions, strict=True)
+        ]
     index = replica_index()
     # TensorFlow's reduce-scatter hangs between CPUs, so this all-reduces and takes the shard.
     sums = sum_over_replicas(list(map(tf.identity, gradients)))
@@ -113,18 +119,17 @@ def reduce_scatter(gradients: Sequence[tf.Tensor], partitions: Sequence[Partitio
 
 
 def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> tf.Tensor:
-    """Looks up rows of a sharded matrix, different ones on each replica; called on every replica.
+    """Looks up rows of a matrix that is divided between rows, different ones on each replica; called on every replica.
 
-    Each replica looks up in its shard the rows that any replica requests, so rows are sent instead of shards.
-
-    Args:
-        table: This replica's shard, flat.
-        indices: A vector of row numbers.
-        partition: The partition of the matrix, between rows.
+    Each replica looks up in `table`, its flat shard, the rows that any replica requests, so rows are sent instead of
+    shards.
     """
     width = partition.shape[1]
     rows = partition.size // width
-    indices = _check_rows(indices, partition)
+    # As `tf.gather` does on CPUs: rows outside of the table would silently read as zeros.
+    exist = tf.reduce_all(tf.logical_and(indices >= 0, indices < partition.shape[0]))
+    with tf.control_dependencies([tf.debugging.Assert(exist, [_NO_SUCH_ROW, partition.shape[0], indices])]):
+        indices = tf.identity(indices)
     if replicas_are_local():
 
         def look_up(requests: Sequence[tf.Tensor], index: int) -> tf.Tensor:
@@ -139,21 +144,6 @@ def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> 
     (all_rows,) = sum_over_replicas([_rows_in(table, index, all_indices, rows, width)])
     begin = tf.reduce_sum(counts[:index])
     return all_rows[begin : begin + tf.size(indices)]
-
-
-def _scatter(gradient: tf.Tensor, partition: Partition) -> tf.Tensor:
-    """This replica's shard of the sum of all local replicas' gradients."""
-    # Divide on the device that holds the sum, so each other device is sent only its shard.
-    return _exchange(
-        lambda replicas, index: tf.add_n([shards[index] for shards in replicas]), partition.all_shards(gradient)
-    )
-
-
-def _check_rows(indices: tf.Tensor, partition: Partition) -> tf.Tensor:
-    """Fails for rows outside of the table, as `tf.gather` does on CPUs; they would silently read as zeros."""
-    exist = tf.reduce_all(tf.logical_and(indices >= 0, indices < partition.shape[0]))
-    with tf.control_dependencies([tf.debugging.Assert(exist, [_NO_SUCH_ROW, partition.shape[0], indices])]):
-        return tf.identity(indices)
 
 
 def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width: int) -> tf.Tensor:

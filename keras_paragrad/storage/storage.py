@@ -6,8 +6,8 @@ divided. A window is the micro-batches of one update.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ from keras_paragrad.compat.collectives import replica_count, run_if
 from keras_paragrad.compat.layers import compiled_by_xla
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable, Variable
 from keras_paragrad.compat.workers import ReplicaPlacement
-from keras_paragrad.storage.dtensor import Mesh
+from keras_paragrad.storage.dtensor import Mesh, on_mesh
 from keras_paragrad.storage.row_gradients import is_overwritten, scale_gradient, sum_gradients
 from keras_paragrad.storage.sharding import largest_over_replicas
 
@@ -40,8 +40,8 @@ def host_value(variable: Variable | tf.Variable) -> np.ndarray:
     return np.asarray(value.read_value()) if hasattr(value, "read_value") else np.asarray(value)
 
 
-class Storage(Protocol):
-    """Where a variable's value lives. The defaults suit a variable that is whole on every replica.
+class Storage:
+    """Where a variable's value lives: here whole, on every replica.
 
     Attributes:
         variable: The Keras or TensorFlow variable.
@@ -50,10 +50,12 @@ class Storage(Protocol):
         mesh: The mesh on which functions that use the variable have to run, or `None`.
     """
 
-    variable: Variable
     divided: bool = False
     replaces: bool = True
     mesh: Mesh | None = None
+
+    def __init__(self, variable: Any):
+        self.variable = variable
 
     @property
     def local(self) -> TensorVariable:
@@ -90,13 +92,7 @@ class Storage(Protocol):
         return tf.reduce_sum(tf.square(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient))
 
     def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
-        """Adds a gradient to an accumulator.
-
-        Args:
-            gradient: Dense or `tf.IndexedSlices`.
-            scale: A scalar factor of the gradient, or `None`.
-            first: A boolean scalar: whether a dense gradient replaces the value, where `replaces` allows it.
-        """
+        """Adds a gradient, times a scale, to an accumulator; a dense one replaces its value if `first`, a scalar."""
         target = self.local
 
         def scaled() -> tf.Tensor:
@@ -147,29 +143,18 @@ class Storage(Protocol):
     def refresh(self) -> None:
         """Ends an update; called on every replica."""
 
-    def computing(self) -> contextlib.AbstractContextManager[object]:
-        """The context in which functions that use the variable run."""
-        return contextlib.nullcontext()
-
     def parts(self, placement: ReplicaPlacement) -> Parts | None:
         """How a worker writes its parts to files, or `None` if the chief writes the whole."""
         return None
 
 
-class Whole(Storage):
-    """The storage of a variable that is whole on every replica: all defaults."""
-
-    def __init__(self, variable: Variable | None):
-        self.variable = variable
-
-
 def storage_of(variable: keras.Variable) -> Storage:
-    """The storage of a Keras variable: the attribute `storage` of its value, or `Whole` if it has none."""
+    """The storage of a Keras variable: the attribute `storage` of its value, or a `Storage` if it has none."""
     try:
         # Bypass `__getattr__` of distributed variables: it asks a replica's variable, and reads it for some names.
         return object.__getattribute__(variable._value, "storage")
     except AttributeError:
-        return Whole(variable)
+        return Storage(variable)
 
 
 def any_divided(variables: Sequence[keras.Variable]) -> bool:
@@ -184,22 +169,16 @@ def mesh_of(variables: Sequence[keras.Variable]) -> Mesh | None:
 
 def on_mesh_of(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[object]:
     """The context in which functions that use the variables run."""
-    storages = map(storage_of, variables)
-    return next((storage.computing() for storage in storages if storage.mesh is not None), contextlib.nullcontext())
+    mesh = mesh_of(variables)
+    return contextlib.nullcontext() if mesh is None else on_mesh(mesh)
 
 
 def reduce_gradients(
     gradients: Gradients, variables: Sequence[keras.Variable], others: Sequence[tf.Tensor] = ()
 ) -> tuple[list[GradientTensor | None], list[tf.Tensor]]:
-    """Sums gradients over the replicas; called on every replica.
+    """Sums gradients, and other tensors in the same collective, over the replicas; called on every replica.
 
-    Args:
-        gradients: This replica's gradients of whole variables.
-        variables: Their variables.
-        others: Tensors to sum in the same collective as the gradients of replicated variables.
-
-    Returns:
-        The gradients with which this replica updates, and the sums of the other tensors.
+    Returns the gradients with which this replica updates, and the sums of the other tensors.
     """
     return reduce_replicated_gradients(reduce_divided_gradients(gradients, variables), variables, others)
 
@@ -221,39 +200,37 @@ def reduce_divided_gradients(
 ) -> list[GradientTensor | None]:
     """Scales and sums the gradients of divided variables, and leaves the others as they are."""
     storages = [storage_of(variable) for variable in variables]
-    indices = [
-        index
-        for index, storage in enumerate(storages)
-        if storage.divided and gradients[index] is not None and not is_overwritten(variables[index])
-    ]
-    scaled = [gradients[index] if scale is None else scale_gradient(gradients[index], scale) for index in indices]
-    return _replace_by_sums(gradients, scaled, storages, indices)
+    scaled = {
+        index: gradient if scale is None else scale_gradient(gradient, scale)
+        for index, gradient in enumerate(gradients)
+        if storages[index].divided and gradient is not None and not is_overwritten(variables[index])
+    }
+    return _replace_by_sums(gradients, scaled, storages)
 
 
 def reduce_replicated_gradients(
     gradients: Gradients, variables: Sequence[keras.Variable], others: Sequence[tf.Tensor] = ()
 ) -> tuple[list[GradientTensor | None], list[tf.Tensor]]:
     """Sums the gradients of replicated variables, and other tensors, and leaves other gradients as they are."""
-    storages = [*map(storage_of, variables), *(Whole(None) for _ in others)]
-    owners = [*variables, *(None for _ in others)]
-    indices = [
-        index for index, storage in enumerate(storages) if not (storage.divided or is_overwritten(owners[index]))
-    ]
-    tensors = [*gradients, *others]
-    sums = _replace_by_sums(tensors, [tensors[index] for index in indices], storages, indices)
+    owners, tensors = [*variables, *(None for _ in others)], [*gradients, *others]
+    storages = [Storage(None) if owner is None else storage_of(owner) for owner in owners]
+    own = {
+        index: tensor
+        for index, tensor in enumerate(tensors)
+        if not (storages[index].divided or is_overwritten(owners[index]))
+    }
+    sums = _replace_by_sums(tensors, own, storages)
     return sums[: len(gradients)], sums[len(gradients) :]
 
 
-def _replace_by_sums(
-    gradients: Gradients, scaled: Sequence[GradientTensor | None], storages: Sequence[Storage], indices: Sequence[int]
-) -> list[Any]:
-    """Replaces the gradients at `indices` by the sums of `scaled` over replicas, in one exchange for each class."""
+def _replace_by_sums(gradients: Gradients, scaled: Mapping[int, Any], storages: Sequence[Storage]) -> list[Any]:
+    """Replaces the gradients at some indices by sums over replicas of `scaled`, in one exchange for each class."""
     results, by_reduction = list(gradients), {}
-    for index, gradient in zip(indices, scaled, strict=True):
-        by_reduction.setdefault(storages[index].reduce, []).append((index, gradient))
-    for reduce, pairs in by_reduction.items():
-        sums = reduce([gradient for _, gradient in pairs], [storages[index] for index, _ in pairs])
-        for (index, _), total in zip(pairs, sums, strict=True):
+    for index in scaled:
+        by_reduction.setdefault(storages[index].reduce, []).append(index)
+    for reduce, indices in by_reduction.items():
+        sums = reduce([scaled[index] for index in indices], [storages[index] for index in indices])
+        for index, total in zip(indices, sums, strict=True):
             results[index] = total
     return results
 

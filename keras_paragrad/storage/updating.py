@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from keras_paragrad.compat.optimizer import accumulation_steps, held_optimizers,
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.storage.row_gradients import dense_if_linear, scale_gradient
-from keras_paragrad.storage.storage import storage_of
+from keras_paragrad.storage.storage import any_divided, storage_of
 
 # Optimizers whose steps compute each element independently; all others get whole variables, one at a time.
 # Ftrl too: Keras's `add` looks at the shape of its accumulators, and takes a shard as long as a row for a bias.
@@ -40,32 +41,21 @@ _METHODS = (
 _NORMS = Slot[tuple[Any, ...] | None]("norms", None)
 
 
-def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """The method, as `Class.method`, that a user's optimizer overrides and that would get shards, or `None`."""
-    for inner in held_optimizers(optimizer):
-        for name in _METHODS:
-            if getattr(type(inner), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
-                return f"{type(inner).__name__}.{name}"
-    return None
-
-
 def check_optimizer_of_shards(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer that would mistake shards for whole variables.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses an optimizer that would mistake shards for whole variables."""
     if accumulation_steps(optimizer) > 1:
         raise ValueError(
             f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
             "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
             f"steps={accumulation_steps(optimizer)})."
         )
-    if method := overridden_method(optimizer):
+    for kind, name in itertools.product(map(type, held_optimizers(optimizer)), _METHODS):
+        if getattr(kind, name).__module__.partition(".")[0] in ("keras", "keras_paragrad"):
+            continue
         raise ValueError(
-            f"{method} overrides Keras's, and would get shards in place of whole gradients and weights. Move its code "
-            "into update_step, as keras.optimizers.Optimizer documents it, which gets whole ones; or write "
-            "DistributedFit(..., shard=None)."
+            f"{kind.__name__}.{name} overrides Keras's, and would get shards in place of whole gradients and weights. "
+            "Move its code into update_step, as keras.optimizers.Optimizer documents it, which gets whole ones; or "
+            "write DistributedFit(..., shard=None)."
         )
 
 
@@ -77,7 +67,7 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
 def clips_norms_of_shards(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:
     """Whether an optimizer clips by norms, which are sums over the shards of variables."""
     clips = any(inner.clipnorm or inner.global_clipnorm for inner in updating_optimizers(optimizer))
-    return clips and any(storage_of(variable).divided for variable in variables)
+    return clips and any_divided(variables)
 
 
 def squared_norms(
@@ -85,13 +75,8 @@ def squared_norms(
 ) -> list[tf.Tensor | None]:
     """The squared norms of whole gradients, as the innermost optimizer gets them; called on every replica.
 
-    Args:
-        optimizer: The optimizer that gets the gradients, and may unscale them.
-        gradients: The gradients of the update, summed over the replicas, or `None`; of divided variables, parts.
-        variables: Their variables.
-
-    Returns:
-        A scalar for each gradient. Empty where no optimizer clips by norms, or no variable is divided.
+    The gradients are summed over the replicas; those of divided variables are parts. The optimizer gets them, and may
+    unscale them. Empty where no optimizer clips by norms, or no variable is divided.
     """
     if not clips_norms_of_shards(optimizer, variables):
         return []
@@ -146,12 +131,9 @@ def updating(
     variables: Sequence[keras.Variable],
     norms: dict[int, Sequence[tf.Tensor | None]],
 ) -> Generator[None]:
-    """Context in which an optimizer updates variables by their storages; entered in cross-replica context.
+    """Context in which a built optimizer updates variables by their storages; entered in cross-replica context.
 
-    Args:
-        optimizer: A built optimizer.
-        variables: The variables that it updates.
-        norms: The results of `squared_norms`, by replica.
+    `norms` are the results of `squared_norms`, by replica.
     """
     # The model may have been built since `install_storages` was called.
     install_storages(optimizer, variables)

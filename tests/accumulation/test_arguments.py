@@ -68,7 +68,6 @@ def accumulates_inside():
         ),
         (lambda: 3, "must be a Keras optimizer"),
         (lambda: None, "must be a Keras optimizer"),
-        (lambda: "Admaw", "Write inner_optimizer='adamw'"),
     ],
 )
 def test_inner_optimizer(make, says):

@@ -715,8 +715,8 @@ _PROFILING = [
     _fault(
         "the operations of a product whose left side is transposed are counted along the wrong axis",
         "flops.py",
-        'operation.get_attr("transpose_a")',
-        'operation.get_attr("transpose_b")',
+        '"transpose_a" if operation',
+        '"transpose_b" if operation',
         "test_flops.py",
     ),
     _fault(

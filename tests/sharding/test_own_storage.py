@@ -11,7 +11,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 from keras_paragrad.distribution import Backup
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.storage.storage import Parts, Whole, storage_of
+from keras_paragrad.storage.storage import Parts, Storage, storage_of
 
 ASKED: list[str] = []
 
@@ -44,7 +44,7 @@ class Doubled(BaseResourceVariable):
         return self.held.assign_sub(tf.cast(delta, "float64"))
 
 
-class InFloat64(Whole):
+class InFloat64(Storage):
     """Of a `Doubled`: it takes an optimizer's step itself, and is written to files in two parts."""
 
     @property
@@ -106,7 +106,7 @@ def test_trains_as_any_other(tmp_path, optimizer, callbacks):
     ASKED.clear()
     ours = ending(True)
     assert isinstance(storage_of(ours.layers[0].kernel), InFloat64)
-    assert type(storage_of(ours.layers[1].kernel)) is Whole
+    assert type(storage_of(ours.layers[1].kernel)) is Storage
     ending(True, 1, tmp_path)
     (path,) = BackupFiles(tmp_path, 2).paths()
     # What is whole, and shards.

@@ -12,12 +12,12 @@ from keras_paragrad.distribution import servers
 
 
 def _trained(dist: paragrad.DistributedFit) -> tuple[float, list[str]]:
-    parts = set(check._FOUND)
+    parts = set(check.FOUND)
     with dist.scope():
         model = every_component.network()
     with taken_away.without(NAMES.keys() - parts):
         every_component.train(model, fit=lambda *arguments, **keywords: dist.fit(*arguments, **keywords))
-    assert parts == check._FOUND, "it has looked for more after it was made"
+    assert parts == check.FOUND, "it has looked for more after it was made"
     return every_component.from_whole(model), sorted(parts)
 
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import as_on_replica, as_one_replica, replica_count
 from keras_paragrad.compat.compiled_call import needs_whole_pass
 from keras_paragrad.compat.layers import override_attributes
-from keras_paragrad.compat.model import all_layers, all_variables, check_no_row_states, overrides_train_step
+from keras_paragrad.compat.model import all_layers, check_no_row_states, overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, LossArguments, Specs
@@ -33,7 +33,7 @@ from keras_paragrad.engine.step.building import build_by_calling, build_layers_b
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.tracing.untouched import never_run, trace_rows, untouched
 from keras_paragrad.engine.trials.trial import without_replicas
-from keras_paragrad.storage.gathering import zeros_in_place_of_shards
+from keras_paragrad.storage.reading import zeros_in_place_of_shards
 
 Result = TypeVar("Result")
 # Matches shape-mismatch errors from TensorFlow and Keras, never our own.
@@ -238,7 +238,7 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
 def trace_loss(model: keras.Model, data: Batch, *, training: bool = True) -> tuple[LossArguments, list[LossTerm]]:
     """Traces a batch's loss into a graph that never runs. Returns the loss's arguments and terms."""
     # No other replica runs this trace, so weights can't be gathered, nor statistics be synchronized.
-    with zeros_in_place_of_shards(all_variables(model)), as_one_replica(), contextlib.ExitStack() as stack:
+    with zeros_in_place_of_shards(), as_one_replica(), contextlib.ExitStack() as stack:
         for layer in layers_of_batch_statistics(model):
             stack.enter_context(override_attributes(layer, synchronized=False))
         _, arguments, terms = compute_loss(model, data, training=training)

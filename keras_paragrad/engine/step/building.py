@@ -14,7 +14,6 @@ from keras_paragrad.compat.collectives import as_on_replica, replica_count, repl
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
 from keras_paragrad.compat.model import (
     all_layers,
-    all_variables,
     optimizers_of,
     other_optimizers,
     overrides_compute_loss,
@@ -31,7 +30,7 @@ from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.engine.trials.trial import SIZES, run_trial, synthetic_rows
-from keras_paragrad.storage.gathering import zeros_in_place_of_shards
+from keras_paragrad.storage.reading import zeros_in_place_of_shards
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import check_optimizer_of_shards, install_storages
 
@@ -114,7 +113,7 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
     def build(size: int) -> None:
         rows = synthetic_rows(specs, 2, seed=0, size=size)
         with (
-            zeros_in_place_of_shards(all_variables(model)),
+            zeros_in_place_of_shards(),
             as_on_replica(strategy),
             capturing_applies(lambda *call: None),
             _WITHOUT_UPDATES.open(replica_count()),

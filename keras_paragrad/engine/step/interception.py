@@ -13,12 +13,13 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.operations import BaseOptimizer
-from keras_paragrad.compat.optimizer import accumulation_steps, overwrites, warn_of_summed_rows
+from keras_paragrad.compat.optimizer import accumulation_steps, warn_of_summed_rows
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import Slot, patch_of, replace_methods, restore_methods
 from keras_paragrad.compat.types import Gradients, GradientTensor
 from keras_paragrad.engine.step.stages import Transform
 from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
+from keras_paragrad.storage.row_gradients import is_overwritten
 from keras_paragrad.storage.storage import gather_gradients, scatter_gradients
 from keras_paragrad.storage.updating import replace_norms
 
@@ -164,7 +165,7 @@ def _transform(
     indices = [
         index
         for index, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
-        if gradient is not None and not overwrites(variable)
+        if gradient is not None and not is_overwritten(variable)
     ]
     scale = optimizer.loss_scale_factor
     changed = [updated[index] for index in indices]

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, overrides_train_step, train_step_of
-from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
+from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.calls.divided import RowSlices
@@ -160,7 +160,7 @@ class TrainStep(NamedTuple):
         return shared.results(sum_over_replicas(shared.parts) if sums is None else sums)
 
     @property
-    def _accumulator(self) -> Accumulating | None:
+    def _accumulator(self) -> Any:
         return find_accumulator(self.model.optimizer)
 
     def _track_losses(self, gradient: Gradient) -> TrackedLosses | None:
