@@ -1,33 +1,53 @@
-"""The short form of `make fuzz`: a few fixed cases, and the fuzzer's own parts."""
+"""The short form of `make fuzz`: each way to train with all that makes it hard, and the fuzzer's own parts."""
 
 from pathlib import Path
 
 import pytest
-from fuzz.cases import AXES, brief, drawn, read, settled, simpler, written
-from fuzz.outcomes import outside
+from fuzz.cases import AXES, HARD, WAYS, brief, drawn, in_every_way, read, settled, simpler, written
+from fuzz.outcomes import outside, together
 from fuzz.rules import RULES, applying
 from fuzz.run import shrunk
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-# Cases that take seconds, in which each of the axes of components is met; after the first four, in `make test-all`.
-SHORT = {
+# What is refused, by what makes it hard.
+REFUSED = {
+    "an own step": ("windows and slices in shards",),
+    "states": ("windows", "windows on replicas", "windows and slices in shards"),
+}
+# Other cases, with components that watch or change gradients.
+OTHERS = {
     '{"devices": "mesh of columns", "steps": 2, "step": "guide"}': "by design",
     '{"devices": "replicas", "transform": "scaled", "rows": 31, "model": "two inputs", "decay": 0.02}': "same",
-    '{"slices": 3, "model": "counting"}': "same",
-    '{"steps": 3, "rows": 25, "weights": "some zero", "loss": "weighted mean", "optimizer": "Adam"}': "same",
-    '{"slices": 5, "fits": "compiled again", "loss": "pairs", "clip": "clipnorm", "model": "shared"}': "same",
     '{"recompute": "segments", "watch": "telemetry", "model": "batch norm", "data": "PyDataset"}': "same",
     '{"steps": 2, "validation": "split", "batch": 12, "weights": "by row", "loss": "weighted mean"}': "same",
     '{"watch": "wrap", "steps": 2, "optimizer": "Adam", "model": "embedding"}': "by design",
 }
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("case", SHORT)
+@pytest.mark.few(4)
+@pytest.mark.parametrize("hard", HARD)
+def test_every_way_ends_where_one_device_ends(hard):
+    ways = in_every_way(HARD[hard])
+    outcomes = together([written(case) for case in ways.values()], seconds=60 + 40 * len(ways))
+    for way, found in zip(ways, outcomes, strict=True):
+        refused = way in REFUSED.get(hard, ())
+        assert (found["kind"] == "refused") == refused, (way, found)
+        assert found["kind"] in ("same", "by design", "refused"), (way, found)
+        assert refused or found["apart"] < 1e-6, (way, found)
+
+
+def test_every_way_meets_what_makes_it_hard():
+    met = {(way, hard) for hard in HARD for way in in_every_way(HARD[hard])}
+    # Meshes and pipelines have no slices, nor pipelines steps of a model's own.
+    assert {(way, hard) for way in WAYS for hard in HARD} - met == {("pipeline", "an own step")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", OTHERS)
 def test_ends_where_one_device_ends(case):
     found = outside(case, seconds=120)
-    assert found["kind"] == SHORT[case], found["said"] or found["about"]
+    assert found["kind"] == OTHERS[case], found["said"] or found["about"]
 
 
 def test_a_number_is_a_case():

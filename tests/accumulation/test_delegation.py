@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from oracles.whole_batches import largest_difference, train_on_whole_windows, windows
 from sample_models.cases import DataCase, build_model
 
@@ -51,15 +50,6 @@ def test_exclusion_from_weight_decay_is_kept():
     assert largest_difference(accumulating, whole) < 1e-6
 
 
-def test_fixed_loss_scale():
-    data = DataCase((4,) * 6)
-    accumulating = build_model(lambda: AccumulatingOptimizer(keras.optimizers.SGD(0.1, loss_scale_factor=64.0), 3))
-    accumulating.fit(data.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
-    whole = build_model(lambda: keras.optimizers.SGD(0.1))
-    train_on_whole_windows(whole, windows(data.batches(), lambda _: 3, 1))
-    assert largest_difference(accumulating, whole) < 1e-6
-
-
 @pytest.mark.long
 def test_multi_optimizer():
     def multi():
@@ -78,39 +68,6 @@ def test_multi_optimizer():
     assert largest_difference(accumulating, whole) < 1e-6
 
 
-@pytest.mark.long
-def test_callbacks_that_set_the_learning_rate():
-    data = DataCase((4,) * 4)
-    rates = []
-    model = build_model(lambda: AccumulatingOptimizer(keras.optimizers.SGD(0.5), 2))
-    model.fit(
-        data.dataset(),
-        validation_data=data.dataset(),
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-        callbacks=[
-            ExactAccumulation(),
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-            keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.1, patience=0, min_delta=1e9),
-            keras.callbacks.LambdaCallback(
-                on_epoch_end=lambda epoch, logs: rates.append(float(model.optimizer.inner_optimizer.learning_rate))
-            ),
-        ],
-    )
-    np.testing.assert_allclose(rates, [0.25, 0.0125, 0.000625], rtol=1e-6)
-
-
-@pytest.mark.long
-def test_steps_of_one_is_the_inner_optimizer():
-    data = DataCase((3, 5, 2, 4))
-    accumulating = build_model(lambda: AccumulatingOptimizer(keras.optimizers.Adam(0.01), 1))
-    accumulating.fit(data.dataset(), epochs=2, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
-    plain = build_model(lambda: keras.optimizers.Adam(0.01), run_eagerly=True)
-    plain.fit(data.dataset(), epochs=2, shuffle=False, verbose=0)
-    assert largest_difference(accumulating, plain) < 1e-6
-
-
 def test_nothing_but_accumulators_changes_between_updates():
     model = build_model(
         lambda: AccumulatingOptimizer(keras.optimizers.AdamW(0.01, use_ema=True), 4, weighting="uniform")
@@ -124,19 +81,3 @@ def test_nothing_but_accumulators_changes_between_updates():
     for step in (1, 2, 5, 6):
         assert all(np.array_equal(a, b) for a, b in zip(seen[step], seen[step - 1], strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(seen[3], seen[2], strict=True))
-
-
-@pytest.mark.long
-def test_permuted_micro_batches_make_the_same_update():
-    batches = DataCase((3, 5, 2, 6), weighted=True).batches()
-
-    def trained(order):
-        data = tf.data.Dataset.from_generator(
-            lambda: iter([batches[index] for index in order]),
-            output_signature=DataCase((1,), weighted=True).dataset().element_spec,
-        )
-        model = build_model(lambda: AccumulatingOptimizer("adam", 4), run_eagerly=order != sorted(order))
-        model.fit(data, shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
-        return model
-
-    assert largest_difference(trained([0, 1, 2, 3]), trained([2, 0, 3, 1])) < 1e-6

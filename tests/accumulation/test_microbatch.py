@@ -1,91 +1,22 @@
 """A batch that is run in slices is the batch that was run whole."""
 
-import hypothesis.strategies as st
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
 from oracles.whole_batches import largest_difference
-from runner.covering import examples
 from sample_models import own_steps
-from sample_models.cases import REDUCTIONS, DataCase, OptimizerCase, build_model
+from sample_models.cases import DataCase, OptimizerCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
 from keras_paragrad.engine.training.builder import StepBuilder
 
 TOLERANCE = 1e-6
 INNER = OptimizerCase("Adam", {"clipnorm": 0.05}, {}, decays=False)
-METRICS = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
-MODES = {
-    "plain": {},
-    "xla": {"jit_compile": True},
-    "several steps an execution": {"steps_per_execution": 2},
-    "eager": {"run_eagerly": True},
-}
 
 
 def fit(model, data, **arguments):
     return model.fit(data.dataset(), epochs=2, shuffle=False, verbose=0, **arguments).history
-
-
-def check(data, size, reduction, inner=INNER, strategy=None, **mode):
-    whole = build_model(inner, reduction, run_eagerly=True, **METRICS)
-    # Of unknown length, Keras lets its own counters run one ahead.
-    expected = fit(whole, data._replace(known_length=True))
-    sliced = build_model(inner, reduction, strategy, **METRICS, **mode)
-    with microbatch(sliced, size):
-        history = fit(sliced, data)
-    assert largest_difference(sliced, whole) < TOLERANCE
-    return history, expected
-
-
-# Several steps an execution are plain ones.
-@pytest.mark.few(0, "xla")
-@pytest.mark.parametrize(
-    "mode", [pytest.param("plain", marks=pytest.mark.long), *[mode for mode in MODES if mode != "plain"]]
-)
-def test_equals_the_whole_batch(mode):
-    # Hypothesis begins with the least of all cases, which is to be cut unevenly, too.
-    @examples(2 if mode == "eager" else 1)
-    @given(
-        st.builds(
-            DataCase,
-            # XLA compiles a step for each size of a batch.
-            st.lists(st.integers(4, 9), min_size=1 if mode == "xla" else 2, max_size=3).map(
-                lambda sizes: (*sizes[:-1], sizes[-1] + (mode != "xla"))
-            ),
-            st.booleans(),
-            st.booleans(),
-            st.integers(0, 3),
-        ),
-        st.sampled_from([3, 1, 2, 4]),
-        st.sampled_from(REDUCTIONS),
-    )
-    def equal(data, size, reduction):
-        history, expected = check(data, size, reduction, **MODES[mode])
-        for name, values in expected.items():
-            np.testing.assert_allclose(history[name], values, rtol=1e-5)
-
-    equal()
-
-
-def check_on_replicas(strategy, reduction, steps_per_execution):
-    data = DataCase((8, 7, 5), weighted=True)
-    check(data, 3, reduction, strategy=strategy, steps_per_execution=steps_per_execution)
-
-
-@pytest.mark.own_process
-def test_on_two_replicas(mirrored):
-    check_on_replicas(mirrored, "mean_with_sample_weight", steps_per_execution=1)
-
-
-@pytest.mark.long
-@pytest.mark.own_process
-def test_on_two_replicas_in_several_steps_an_execution(mirrored):
-    check(DataCase((8, 8)), 3, "sum_over_batch_size", strategy=mirrored)
-    for reduction in REDUCTIONS:
-        check_on_replicas(mirrored, reduction, steps_per_execution=2)
 
 
 @pytest.mark.long
@@ -101,39 +32,6 @@ def test_loss_scaling_on_two_replicas_sees_what_is_not_finite_on_any(mirrored):
     model.fit(x, y, 8, verbose=0)
     assert model.optimizer.dynamic_scale.numpy() == 2.0**14
     assert all(np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
-
-
-# Slices are compiled with XLA above.
-@pytest.mark.parametrize("mode", ["plain", pytest.param("xla", marks=pytest.mark.long)])
-def test_under_accumulation(mode):
-    # Of two sizes, as XLA compiles once for each.
-    data = DataCase((7, 4, 4, 7), weighted=True)
-    whole = build_model(INNER, "mean_with_sample_weight", run_eagerly=True)
-    batches = [np.concatenate(parts) for parts in zip(*data.batches(), strict=True)]
-    whole.train_on_batch(*batches[:2], sample_weight=batches[2])
-    sliced = build_model(lambda: AccumulatingOptimizer(INNER(), 4), "mean_with_sample_weight", **MODES[mode])
-    microbatch(sliced, 3)
-    sliced.fit(data.dataset(), shuffle=False, verbose=0, callbacks=[ExactAccumulation()])
-    assert largest_difference(sliced, whole) < TOLERANCE
-
-
-def test_embedding_and_several_inputs():
-    generator = np.random.default_rng(0)
-    words, numbers = generator.integers(0, 9, (11, 6)), generator.normal(size=(11, 3)).astype("float32")
-    target = generator.normal(size=(11, 2)).astype("float32")
-
-    def model_of(size):
-        keras.utils.set_random_seed(0)
-        left, right = keras.Input((6,), dtype="int32"), keras.Input((3,))
-        pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(9, 4)(left))
-        model = keras.Model([left, right], keras.layers.Dense(2)(keras.layers.Concatenate()([pooled, right])))
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        if size:
-            microbatch(model, size)
-        model.fit([words, numbers], target, 11, verbose=0)
-        return model
-
-    assert largest_difference(model_of(4), model_of(None)) < TOLERANCE
 
 
 def test_a_weight_without_a_gradient_is_not_updated():

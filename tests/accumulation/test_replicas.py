@@ -2,67 +2,17 @@
 
 import functools
 
-import hypothesis.strategies as st
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
 from oracles.whole_batches import largest_difference, train_on_whole_windows, windows
-from runner.covering import examples
-from runner.own_process import on_workers
-from sample_models.cases import REDUCTIONS, DataCase, OptimizerCase, build_model, optimizer_cases
-from workers.accumulating_worker import trained_by_worker
+from sample_models.cases import DataCase, OptimizerCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 
 TOLERANCE = 1e-6
 own_process = pytest.mark.own_process(seconds=280)
-
-# Keras builds its step from the first batch, and fails where that is split unevenly over the replicas.
-replica_data = st.builds(
-    DataCase,
-    sizes=st.lists(st.integers(2, 7), min_size=4, max_size=8).map(lambda sizes: (4, *sizes)),
-    weighted=st.booleans(),
-    known_length=st.booleans(),
-    seed=st.integers(0, 3),
-)
-
-
-def check(strategy, inner, data, steps, reduction, epochs=2, callbacks=(), **mode):
-    parallel = build_model(lambda: AccumulatingOptimizer(inner(), steps), reduction, strategy, **mode)
-    parallel.fit(data.dataset(), epochs=epochs, shuffle=False, verbose=0, callbacks=[ExactAccumulation(), *callbacks])
-    whole = build_model(inner, reduction)
-    train_on_whole_windows(
-        whole, windows(data.batches(), parallel.optimizer.schedule.at, epochs, parallel.optimizer.tail)
-    )
-    assert parallel.optimizer.iterations.numpy() == whole.optimizer.iterations.numpy()
-    assert largest_difference(parallel, whole) < TOLERANCE
-    return parallel
-
-
-@own_process
-@pytest.mark.grappler
-def test_mirrored_equals_one_device(mirrored):
-    # The first of all are drawn in the first case.
-    steps_per_update = st.sampled_from([[(0, 2), (1, 3)], 1, 2, 3])
-
-    @examples(1)
-    @given(optimizer_cases, replica_data, steps_per_update, st.sampled_from(REDUCTIONS), st.sampled_from([3, 1]))
-    def equal(inner, data, steps, reduction, steps_per_execution):
-        check(mirrored, inner, data, steps, reduction, steps_per_execution=steps_per_execution)
-
-    equal()
-
-
-@pytest.mark.long
-@own_process
-def test_one_device_strategy():
-    inner = OptimizerCase("AdamW", {"global_clipnorm": 0.1}, {"use_ema": True}, decays=True)
-    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    # XLA compiles a step for each size of a batch; uneven ones are those of test_exactness.py.
-    mode = {"jit_compile": True, "steps_per_execution": 3}
-    check(strategy, inner, DataCase((4,) * 5), 2, "sum_over_batch_size", **mode)
 
 
 class CountedReduction(tf.distribute.ReductionToOneDevice):
@@ -108,7 +58,7 @@ def test_without_the_callback(mirrored):
     assert largest_difference(parallel, whole) < TOLERANCE
 
 
-# In `make test`, test_exactness.py has such windows on one device, and these replicas weighted ones.
+# In `make test`, these replicas have weighted ones.
 @pytest.mark.long
 @own_process
 def test_windows_in_which_all_micro_batches_count_the_same(mirrored):
@@ -183,13 +133,3 @@ def test_an_optimizer_from_outside_the_scope_is_refused():
         model = build_model(lambda: optimizer)
         with pytest.raises(ValueError, match=r"Create the optimizer within `with strategy.scope\(\):`"):
             optimizer.build(model.trainable_variables)
-
-
-# In `make test`, distribution/test_workers.py has two workers that accumulate.
-@pytest.mark.long
-def test_two_workers_equal_one_process():
-    whole = build_model(lambda: keras.optimizers.Adam(clipnorm=0.05))
-    train_on_whole_windows(whole, windows(DataCase((4,) * 7).batches(), lambda _: 3, 1))
-    for weights in on_workers(trained_by_worker, None, seconds=150):
-        for ours, theirs in zip(weights, whole.get_weights(), strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=TOLERANCE, rtol=0)

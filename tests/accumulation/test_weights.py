@@ -66,43 +66,6 @@ def masked_model(reduction):
     return build
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
-def test_masks(reduction, jit_compile):
-    compare(masked_model(reduction), *sequences(), jit_compile=jit_compile)
-
-
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
-def test_masks_with_weights_for_each_step(reduction):
-    compare(masked_model(reduction), *sequences(), generator.uniform(0.1, 2, (ROWS, 7)).astype("float32"))
-
-
-def test_a_mask_that_the_loss_makes():
-    def build(optimizer):
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0))
-        return model
-
-    compare(build, generator.normal(size=(ROWS, 5)).astype("float32"), generator.integers(0, 4, ROWS))
-
-
-def test_class_weights():
-    x, y = generator.normal(size=(10, 5)).astype("float32"), generator.integers(0, 3, 10)
-    class_weight = {0: 0.5, 1: 2.0, 2: 1.0}
-
-    def trained(optimizer, batch_size, callbacks=()):
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, activation="softmax")])
-        model.run_eagerly = not callbacks
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"))
-        model.fit(x, y, batch_size, class_weight=class_weight, shuffle=False, verbose=0, callbacks=list(callbacks))
-        return model
-
-    parts = trained(AccumulatingOptimizer("adam", 4), 3, [ExactAccumulation()])
-    assert largest_difference(parts, trained("adam", 10)) < TOLERANCE
-
-
 def two_outputs(**compile_arguments):
     def build(optimizer):
         inputs = keras.Input((5,))
@@ -119,12 +82,6 @@ def two_targets():
     x = generator.normal(size=(ROWS, 5)).astype("float32")
     y = {name: generator.normal(size=(ROWS, width)).astype("float32") for name, width in (("a", 2), ("b", 3))}
     return x, y
-
-
-def test_several_outputs():
-    build = two_outputs(loss={"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 2.0}, metrics={"a": "mae"})
-    compare(build, *two_targets())
-    compare(build, *two_targets(), generator.uniform(0.1, 2, ROWS).astype("float32"))
 
 
 def test_outputs_that_divide_by_different_things_are_refused():
@@ -193,36 +150,6 @@ def test_losses_whose_divisor_can_not_be_seen(build):
     compare(build, *regression(), weighting="examples")
     with pytest.raises(ValueError, match=r"write AccumulatingOptimizer\(\.\.\., weighting='examples'\)"):
         compare(build, *regression())
-
-
-class WeightedLoss(keras.Sequential):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        losses = keras.ops.mean(keras.ops.square(y - y_pred), axis=-1)
-        return keras.ops.sum(losses * sample_weight) / keras.ops.sum(sample_weight)
-
-
-def test_stated_sample_weights():
-    weights = generator.uniform(0.1, 2, ROWS).astype("float32")
-    compare(dense_model("mse", WeightedLoss), *regression(), weights, weighting="sample_weight")
-
-
-def test_stated_mask():
-    class MaskedLoss(keras.Sequential):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return self.loss(y, y_pred)
-
-    def build(optimizer):
-        model = MaskedLoss(
-            [keras.Input((7,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.Dense(3)]
-        )
-        model.compile(optimizer, keras.losses.MeanSquaredError())
-        return model
-
-    compare(build, *sequences(), weighting="mask")
-
-
-def test_a_train_step_of_its_own():
-    compare(dense_model("mse", OwnStep), *regression(), weighting="examples")
 
 
 def test_a_train_step_of_its_own_runs_uniform():

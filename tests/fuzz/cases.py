@@ -118,6 +118,52 @@ GROUPS = (
 TOKENS = ("embedding", "masked mean", "masked", "masked LSTM", "masked attention")
 SEQUENCES = ("masked", "masked LSTM", "masked attention")
 LABELS = ("labels", "ignored labels", "labels, weighted mean")
+# What `make test` combines: each way to train with all that makes it hard. A group's settings meet in one training,
+# and its last batch has one row or few, so that a micro-batch is short, and a replica has none.
+WAYS: dict[str, Case] = {
+    "windows": {"steps": 3},
+    "slices": {"slices": 5},
+    "recompute": {"recompute": "segments"},
+    "replicas": {"devices": "replicas"},
+    "windows on replicas": {"steps": 2, "devices": "replicas"},
+    "slices on replicas": {"slices": 3, "devices": "replicas", "through": "prepare"},
+    "optimizer in shards": {"devices": "optimizer in shards"},
+    "parameters in shards": {"devices": "parameters in shards"},
+    "windows and slices in shards": {"steps": 2, "slices": 5, "devices": "parameters in shards"},
+    "mesh of rows": {"devices": "mesh of rows"},
+    "mesh of columns": {"devices": "mesh of columns"},
+    "pipeline": {"devices": "pipeline"},
+}
+HARD: dict[str, Case] = {
+    "masks": {
+        **{"model": "masked LSTM", "loss": "object", "weights": "by position"},
+        **{"optimizer": "momentum", "rows": 25, "batch": 12},
+    },
+    "outputs": {
+        **{"model": "two outputs", "loss": "object", "loss_weights": "annealed", "weights": "some zero"},
+        **{"metrics": "both", "regularizer": "l2", "optimizer": "AdamW", "decay": 0.02, "average": "ema overwritten"},
+        **{"data": "PyDataset", "validation": "data", "clip": "global_clipnorm", "scale": "loss_scale_factor"},
+        **{"rows": 31, "batch": 12, "epochs": 2},
+    },
+    "labels": {
+        **{"model": "constrained", "loss": "labels, weighted mean", "weights": "by class", "optimizer": "Lamb"},
+        **{"scale": "LossScaleOptimizer", "schedule": "exponential", "clip": "clipvalue", "per_call": 2},
+        **{"data": "dataset", "rows": 25, "batch": 12},
+    },
+    "an own step": {
+        **{"step": "guide", "model": "residual", "loss": "sum", "optimizer": "Adagrad", "clip": "clipnorm"},
+        **{"average": "ema", "rows": 25, "batch": 12},
+    },
+    "embeddings": {
+        **{"model": "embedding", "loss": "ignored labels", "weights": "by class", "optimizer": "Adam"},
+        **{"rows": 25, "batch": 12, "fits": "two"},
+    },
+    "states": {"model": "counting", "data": "dataset", "rows": 25, "batch": 12},
+    "XLA": {
+        **{"model": "convolution", "jit": True, "weights": "by row", "loss": "smoothed", "optimizer": "RMSprop"},
+        **{"clip": "global_clipnorm", "rows": 24, "batch": 12},
+    },
+}
 # How often an axis is at its first setting.
 _PLAIN = {"devices": 0.45, "steps": 0.5, "slices": 0.65, "recompute": 0.7, "transform": 0.75, "watch": 0.6}
 _PLAIN |= {"model": 0.1, "loss": 0.2, "optimizer": 0.15, "epochs": 0.3, "rows": 0.2, "step": 0.7, "fits": 0.5}
@@ -196,6 +242,12 @@ def settled(case: Case) -> Case:
 def brief(case: Case) -> Case:
     """What sets a case apart from the simplest."""
     return {name: value for name, value in case.items() if value != AXES[name][0]}
+
+
+def in_every_way(hard: Case) -> dict[str, Case]:
+    """By way, the case of each in which the settings that make it hard have a meaning."""
+    cases = {way: settled({**hard, **settings}) for way, settings in WAYS.items()}
+    return {way: case for way, case in cases.items() if case.items() >= {**hard, **WAYS[way]}.items()}
 
 
 def written(case: Case) -> str:

@@ -1,20 +1,21 @@
 """What becomes of a case: the same as plain Keras, refused, by design, or a finding."""
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # TensorFlow is set up by the process that runs a case, before these are used.
 import keras
 import numpy as np
 import tensorflow as tf
-from fuzz.cases import Case, read, settled
+from fuzz.cases import AXES, COMPONENTS, Case, read, settled, written
 from fuzz.rules import applying
 from fuzz.trainings import DEVICES, OurTraining, Trained, Training
 
@@ -24,16 +25,20 @@ TOLERANCE = 5e-5
 _FRAME = re.compile(r'^\s*File "([^"]+)", line', re.MULTILINE)
 
 
-def outcome(text: str) -> dict[str, Any]:
-    """Runs a case in this process, which does nothing else.
+def outcomes(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs cases in this process, which does nothing else; plain Keras trains once for all that differ in components.
 
     Returns:
-        Its `kind`; what it is `about`, in a line; all that was `said`; the largest `error`; and the `seconds` it took.
+        Of each its `kind`; what it is `about`, in a line; all that was `said`; the largest `error`; how far the weights
+        are `apart`, in parts of the largest; and the `seconds` it took.
     """
     set_up()
-    case, began = read(text), time.monotonic()
-    found = _judged(case)
-    return {**found, "seconds": time.monotonic() - began}
+    found = []
+    for text in texts:
+        keras.utils.clear_session(free_memory=False)
+        began = time.monotonic()
+        found.append({**_judged(read(text)), "seconds": time.monotonic() - began})
+    return found
 
 
 def set_up() -> None:
@@ -60,13 +65,14 @@ def _judged(case: Case) -> dict[str, Any]:
     if unsaid:
         return _verdict("DIFFERS", about=f"no warning says {unsaid[0]!r}")
     parts = errors(found, expected, watched=case["watch"] != "nothing")
+    apart = _apart(found.weights, expected.weights)
     wrong = {name: error for name, error in parts.items() if name.split()[0] not in skipped}
     worst = max(wrong, key=lambda name: wrong[name])
     if wrong[worst] > TOLERANCE or not np.isfinite(wrong[worst]):
         numbers = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
         return _verdict("DIFFERS", about=f"{worst} by {wrong[worst]:.1e}", said=numbers, error=wrong[worst])
     about = "; ".join(f"{rule.page}: {rule.says}" for rule in rules)
-    return _verdict("by design" if rules else "same", about=about, error=wrong[worst])
+    return _verdict("by design" if rules else "same", about=about, error=wrong[worst]) | {"apart": apart}
 
 
 def _expected(case: Case) -> Trained:
@@ -74,7 +80,14 @@ def _expected(case: Case) -> Trained:
     plain = settled({**case, **{name: value for rule in rules for name, value in rule.reference.items()}})
     # Keras counts otherwise in compiled steps: updates of data of unknown length, and rows in the loss of one output.
     compiled = plain["data"] == "unknown length" or (plain["model"] == "two outputs" and not plain["eager"])
-    return Training(plain, compiled, any(rule.summed for rule in rules)).run()
+    # Of the components, plain Keras's training has the transform alone.
+    ours = {name: values[0] for name, values in AXES.items() if name in COMPONENTS and name != "transform"}
+    return _trained(written({**plain, **ours}), compiled, any(rule.summed for rule in rules))
+
+
+@functools.cache
+def _trained(text: str, compiled: bool, summed: bool) -> Trained:
+    return Training(read(text), compiled, summed).run()
 
 
 def errors(found: Trained, expected: Trained, watched: bool = False) -> dict[str, float]:
@@ -100,6 +113,11 @@ def _distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
     if [each.shape for each in one] != [each.shape for each in other]:
         return float("inf")
     return float(np.sqrt(sum(np.square(a - b, dtype="float64").sum() for a, b in zip(one, other, strict=True))))
+
+
+def _apart(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    largest = max(1.0, *(float(np.abs(each).max()) for each in expected))
+    return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True)) / largest
 
 
 def _relative(found: Any, expected: Any) -> float:
@@ -164,12 +182,17 @@ class _Kept(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def outside(text: str, seconds: float) -> dict[str, Any]:
-    """The outcome of a case that is run in a process of its own, for so many seconds at most."""
+def together(texts: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """The outcomes of cases that are run in one process of their own, for so many seconds at most."""
     from runner import own_process
 
+    return own_process.call(outcomes, texts, [environment()], seconds)[0]
+
+
+def outside(text: str, seconds: float) -> dict[str, Any]:
+    """The outcome of a case that is run in a process of its own, for so many seconds at most."""
     try:
-        return own_process.call(outcome, text, [environment()], seconds)[0]
+        return together([text], seconds)[0]
     except RuntimeError as error:
         kind = "NO END" if "not done in time" in str(error) else "CRASH"
         return {**_verdict(kind, about=str(error)), "seconds": seconds}

@@ -71,7 +71,7 @@ _ACCUMULATION = [
         "engine/step/apply.py",
         'value = tf.cast(divisor.value, "float32")',
         'value = tf.cast(divisor.value, "float32") + 1.0',
-        "accumulation/test_weights.py::test_masks",
+        "test_fuzz.py::test_every_way_ends_where_one_device_ends[masks]",
     ),
     _fault(
         "the divisor of a window is not reset by an update",
@@ -151,7 +151,7 @@ _STEP = [
         "engine/step/apply.py",
         "per_replica(functools.partial(refresh, variables))",
         "pass",
-        "sharding/test_shards.py::test_two_replicas",
+        "test_fuzz.py::test_every_way_ends_where_one_device_ends[outputs]",
     ),
     _fault(
         "an optimizer that needs whole variables is given shards",
@@ -228,7 +228,7 @@ _STEP = [
         "engine/step/apply.py",
         "if reduced else reduce_gradients(own, owners, also_reduce)",
         "if reduced else reduce_gradients(optimizer._clip_gradients(own), owners, also_reduce)",
-        "accumulation/test_microbatch.py::test_on_two_replicas",
+        "test_fuzz.py::test_every_way_ends_where_one_device_ends[outputs]",
     ),
     _fault(
         "an overflow on another replica than the first spoils the update there alone",
@@ -323,14 +323,14 @@ _LOSSES = [
         "engine/losses/divisors.py",
         'size * tf.reduce_mean(tf.cast(term.mask, "float32"))',
         "size",
-        "accumulation/test_weights.py::test_masks",
+        "test_fuzz.py::test_every_way_ends_where_one_device_ends[masks]",
     ),
     _fault(
         "the divisor of a loss ignores the sample weights",
         "engine/losses/divisors.py",
         'weights = tf.reduce_sum(tf.cast(term.weights, "float32"))',
         'weights = tf.cast(tf.size(term.weights), "float32")',
-        "accumulation/test_weights.py::test_class_weights",
+        "test_fuzz.py::test_every_way_ends_where_one_device_ends[labels]",
     ),
     _fault(
         "the losses of a window are not reset by its update",
@@ -1592,7 +1592,7 @@ _CALLS = [
         "engine/calls/replicas.py",
         "    if replica_index() > 0:\n",
         "    if False:\n",
-        "calls/test_whole_batches.py::test_on_replicas[Sam-None]",
+        "foreign/keras_io/test_miniatures.py::test_two_devices[sharpness_aware-replicas]",
     ),
     _fault(
         "a layer that mixes rows is divided",

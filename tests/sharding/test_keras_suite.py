@@ -8,7 +8,6 @@ from runner.own_process import run_pytest
 
 SOURCES = Path(keras.__file__).parent / "src"
 TESTS = SOURCES / "distribution" / "distribution_lib_test.py"
-OF_JAX = SOURCES / "backend" / "jax" / "distribution_lib_test.py::JaxDistributionLibTest"
 pytestmark = pytest.mark.skipif(not TESTS.exists(), reason="this wheel of Keras has none of its tests")
 OPTIONS = ["-q", "--tb=short", "-W", "ignore", "-c", "/dev/null", "--rootdir", str(SOURCES.parents[1])]
 
@@ -19,10 +18,3 @@ OPTIONS = ["-q", "--tb=short", "-W", "ignore", "-c", "/dev/null", "--rootdir", s
 )
 def test_of_keras(suite):
     run_pytest([*OPTIONS, "-p", "keras_suite.keras_on_meshes", "-p", "no:cacheprovider", f"{TESTS}::{suite}"], 120)
-
-
-@pytest.mark.long
-def test_models_from_end_to_end():
-    tests = [f"{OF_JAX}::test_e2e_{name}" for name in ("data_parallel_model", "model_parallel_model")]
-    tests.append(f"{OF_JAX}::test_e2e_model_parallel_with_output_sharding")
-    run_pytest([*OPTIONS, "-p", "keras_suite.keras_e2e_on_meshes", "-p", "no:cacheprovider", *tests], 120)

@@ -160,38 +160,20 @@ def test_with_slices_and_accumulation():
     check_equal(run(recomputing), run(without))
 
 
-def on_replicas(strategy, make, context, optimizer=sgd, callbacks=(), jit=False, **options):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = make()
-        model.compile(optimizer(), "mse", metrics=["mae"], **options)
-    x, y = data_for(model)
-    with context(model):
-        history = DistributedFit(strategy, jit=jit).fit(
-            model, x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks)
-        )
-    return model, history.history
-
-
 @pytest.mark.long
 @pytest.mark.own_process(seconds=200)
 def test_on_replicas_with_collectives_inside(mirrored):
     def run(context):
-        return on_replicas(mirrored, lambda: normalized(synchronized=True), context, steps_per_execution=2)
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = normalized(synchronized=True)
+            model.compile(sgd(), "mse", metrics=["mae"], steps_per_execution=2)
+        x, y = data_for(model)
+        with context(model):
+            fit = DistributedFit(mirrored, jit=False).fit
+            return model, fit(model, x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
 
     check_equal(run(recomputing), run(without))
-
-
-# In `make test`, test_shards.py accumulates on replicas with layers that run again.
-@pytest.mark.long
-@pytest.mark.own_process(seconds=200)
-@pytest.mark.parametrize("jit", [False, True], ids=["plain", "xla"])
-def test_on_replicas_with_accumulation(mirrored, jit):
-    def run(context):
-        options = {"callbacks": [ExactAccumulation()], "jit": jit}
-        return on_replicas(mirrored, dropped, context, lambda: AccumulatingOptimizer(sgd(), 2), **options)
-
-    check_equal(run(lambda model: recompute(model, every=1)), run(without))
 
 
 def test_gradients_with_respect_to_inputs():

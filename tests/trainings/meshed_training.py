@@ -1,6 +1,7 @@
 """Models trained on meshes, in processes that have the devices for it, and by Keras on one device."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -12,15 +13,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from trainings import pipelined_training, sharded_training
-from trainings.pipelined_training import DEVICES, LENGTH, VOCABULARY, apart, configure
+from trainings import placed_models
+from trainings.placed_models import DEVICES, LENGTH, apart, configure, data_for
 
-from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, recompute
+from keras_paragrad import DistributedFit, recompute
 from keras_paragrad.distribution import Backup
 from keras_paragrad.engine.mesh.running import variables_on_mesh
 from keras_paragrad.storage.dtensor import bytes_by_device, computing_on_mesh, relayout
 
-SIDE = 8
+made = functools.partial(placed_models.made, jit_compile=False)
 
 
 class MeshCase(NamedTuple):
@@ -37,112 +38,6 @@ class MeshCase(NamedTuple):
     mesh: tuple[int, int] = (2, 2)
     optimizer: str = "sgd"
     settings: tuple[str, ...] = ()
-
-
-def cnn() -> keras.Model:
-    inputs = keras.Input((SIDE, SIDE, 4))
-    hidden = layers.Conv2D(8, 3, padding="same", activation="tanh", name="wide")(inputs)
-    hidden = layers.BatchNormalization(synchronized=True)(layers.MaxPooling2D(2)(hidden))
-    hidden = layers.GroupNormalization(4)(layers.Conv2D(8, 3, strides=2, padding="same", name="strided")(hidden))
-    return keras.Model(inputs, layers.Dense(4, name="head")(layers.GlobalAveragePooling2D()(hidden)))
-
-
-def tied() -> keras.Model:
-    """With an embedding that is tied to the outputs, and a layer that is shared."""
-    inputs = keras.Input((LENGTH,), dtype="int32")
-    embedding, shared = layers.ReversibleEmbedding(VOCABULARY, 16), layers.Dense(16, "gelu", name="shared")
-    hidden = embedding(inputs)
-    hidden = layers.LayerNormalization()(hidden + layers.GroupQueryAttention(4, 4, 2)(hidden, hidden))
-    hidden = shared(hidden + shared(hidden))
-    return keras.Model(inputs, embedding(hidden, reverse=True))
-
-
-def images() -> keras.Model:
-    """With what DTensor has no rule for: another order of places."""
-    inputs = keras.Input((SIDE, SIDE, 4))
-    hidden = layers.Conv2D(8, 2, 2, "same", activation="tanh", name="convolved")(inputs)
-    hidden = layers.TimeDistributed(layers.Dense(8))(hidden)
-    hidden = layers.Lambda(lambda each: keras.ops.flip(each, (0, 2)))(hidden)
-    return keras.Model(inputs, layers.Dense(4, name="head")(layers.Flatten()(hidden)))
-
-
-def both_ways() -> keras.Model:
-    """With layers that flip what they read: one in both directions."""
-    inputs = keras.Input((SIDE, SIDE, 4))
-    hidden = layers.Bidirectional(layers.GRU(4, return_sequences=True))(layers.Reshape((4, -1))(inputs))
-    hidden = layers.Conv1D(6, 2, activation="tanh")(hidden)
-    return keras.Model(inputs, layers.Dense(4, name="head")(layers.LSTM(4, go_backwards=True)(hidden)))
-
-
-class Subclassed(keras.Model):
-    """With a weight of its own, and what comes after a recurrent layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = layers.Embedding(VOCABULARY, 16, mask_zero=True)
-        self.last = layers.LSTM(8)
-        self.head = self.add_weight(shape=(8, 4), name="head")
-
-    def call(self, inputs):
-        return keras.ops.matmul(self.last(self.embedding(inputs)), self.head)
-
-
-MODELS = {
-    **pipelined_training.MODELS,
-    "cnn": cnn,
-    "images": images,
-    "both ways": both_ways,
-    "tied": tied,
-    "subclassed": Subclassed,
-}
-
-
-def data_for(name: str) -> tuple[Any, Any, Any]:
-    if name in ("cnn", "images", "both ways"):
-        generator = np.random.default_rng(0)
-        images = generator.normal(size=(22, SIDE, SIDE, 4)).astype("float32")
-        return images, generator.integers(0, 4, 22), np.linspace(0.5, 2.0, 22).astype("float32")
-    if name == "tied":
-        tokens, _, weights = pipelined_training.data_for("transformer")
-        return tokens, np.roll(tokens, 1, axis=1), weights
-    return pipelined_training.data_for("masked" if name == "subclassed" else name)
-
-
-def made(case: MeshCase, *, alone: bool) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    if "mixed" in case.settings:
-        keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        model = MODELS[case.model]()
-    finally:
-        keras.config.set_dtype_policy("float32")
-    x, _, _ = data_for(case.model)
-    if not model.built:
-        model(x[:1])
-    options = {key: value for name in case.settings for key, value in sharded_training.SETTINGS.get(name, {}).items()}
-    if "by Keras" in case.settings:
-        options["gradient_accumulation_steps"] = 2
-    optimizer: Any = sharded_training.OPTIMIZERS[case.optimizer](**options)
-    if "excluded" in case.settings:
-        optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:2])
-    if "equal" in case.settings or ("accumulate" in case.settings and not alone):
-        optimizer = AccumulatingOptimizer(optimizer, 2)
-    if "loss_scale" in case.settings:
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
-    loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    several = case.model == "several"
-    model.compile(
-        optimizer,
-        [loss, loss] if several else loss,
-        loss_weights=[0.3, 0.7] if several else None,
-        metrics=[["accuracy"], ["accuracy"]] if several else ["accuracy"],
-        # What it is compared with takes few steps, which take less than tracing. Eagerly, Keras's history of several
-        # losses is another one.
-        run_eagerly=alone and not several,
-        jit_compile="jit" in case.settings and not alone,
-        steps_per_execution=2 if "several steps" in case.settings else 1,
-    )
-    return model
 
 
 def layout_of(model: keras.Model, mesh: Any) -> Any:
@@ -174,55 +69,32 @@ def distribution_for(case: MeshCase) -> Any:
 
 
 def compared(listed: list[list[Any]]) -> list[dict[str, Any]]:
-    """How far training on meshes is from training by Keras alone, by what is compared."""
+    """How far training on meshes is from training by Keras alone, and what they divide; in a process of its own."""
     configure()
     cases = [MeshCase(each[0], tuple(each[1]), each[2], tuple(each[3])) for each in listed]
-    return [_compared(case, only_trained=index > 0) for index, case in enumerate(cases)]
+    # Of the first, batches that can't be divided are evaluated too.
+    return [_compared(case, evaluated=None if index else 11) for index, case in enumerate(cases)]
 
 
-def _compared(case: MeshCase, *, only_trained: bool) -> dict[str, Any]:
-    x, y, weights = data_for(case.model)
-    settings = {"epochs": 2, "shuffle": False, "verbose": 0}
-    # Of one device, that of two that are accumulated.
-    sizes = [{"batch_size": 8}, {"batch_size": 16 if "accumulate" in case.settings else 8}]
-    keras.backend.clear_session()
-    alone = made(case, alone=True)
-    expected = alone.fit(x, y, sample_weight=weights, **sizes[1], **settings).history
+def _compared(case: MeshCase, evaluated: int | None) -> dict[str, Any]:
+    def change(model: keras.Model) -> None:
+        if "recompute" in case.settings:
+            recompute(model, every=2)
+        if "recompute layers" in case.settings:
+            recompute(model, [layer.name for layer in model.layers if layer.weights])
+
     if "auto" in case.settings:
         dist = DistributedFit(mesh=dict(zip(("batch", "model"), case.mesh, strict=True)), layout="auto")
     else:
         dist = DistributedFit(distribution_for(case))
-    keras.backend.clear_session()
-    with dist.scope():
-        model = made(case, alone=False)
-    if "recompute" in case.settings:
-        recompute(model, every=2)
-    if "recompute layers" in case.settings:
-        recompute(model, [layer.name for layer in model.layers if layer.weights])
-    if "equal" in case.settings:
-        # Without what weights micro-batches: as Keras trains on one device.
-        dist.prepare(model)
-        history = model.fit(x, y, sample_weight=weights, **sizes[0], **settings).history
-    else:
-        history = dist.fit(model, x, y, sample_weight=weights, **sizes[0], **settings).history
-    divided = {each.path: storage.axes for each, storage in variables_on_mesh(model) if any(storage.axes)}
-    found = {
-        "weights": apart(model.get_weights(), alone.get_weights()),
-        "history": apart(map(np.asarray, history.values()), [np.asarray(expected[name]) for name in history]),
-        "names": list(history) == list(expected),
-        "divided": divided,
-        "explained": str(dist.explain()),
+    compiled = {
+        "jit_compile": "jit" in case.settings,
+        "steps_per_execution": 2 if "several steps" in case.settings else 1,
     }
-    if only_trained:
-        return found
-    # Batches that can't be divided.
-    evaluated, also = (each.evaluate(x, y, sample_weight=weights, verbose=0, batch_size=11) for each in (model, alone))
-    predicted, those = (keras.tree.flatten(each.predict(x, verbose=0, batch_size=11)) for each in (model, alone))
-    return {
-        **found,
-        "evaluated": apart([np.asarray(evaluated)], [np.asarray(also)]),
-        "predicted": apart(predicted, those),
-    }
+    batch = 16 if "accumulate" in case.settings else 8
+    model, found = placed_models.compared(case, dist, batch, change, evaluated, **compiled)
+    found["divided"] = {each.path: storage.axes for each, storage in variables_on_mesh(model) if any(storage.axes)}
+    return found
 
 
 def refused(which: str) -> str:
@@ -305,66 +177,10 @@ def normalized(_: None) -> float:
     return apart(fitted(DistributedFit(mesh={"batch": 2, "model": 2}, layout="auto").fit), fitted())
 
 
-def unfrozen(optimizer: str) -> float:
-    """How far a model ends from one device whose frozen layer trains from the first step on."""
-    configure()
-    x, y = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4), np.ones((16, 1), "float32")
-
-    def trained(dist: DistributedFit | None) -> list[np.ndarray]:
-        keras.utils.set_random_seed(0)
-        with dist.scope() if dist else contextlib.nullcontext():
-            model = keras.Sequential([keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)])
-            model.compile(optimizer, "mse")
-        model.layers[0].trainable = False
-        if dist:
-            dist.prepare(model)
-        model.layers[0].trainable = True
-        for _ in range(2):
-            model.train_on_batch(x, y)
-        return model.get_weights()
-
-    return apart(trained(DistributedFit(mesh={"batch": 2, "model": 2}, layout="auto")), trained(None))
-
-
 def saved(directory: str) -> dict[str, float]:
-    """How far files, a backup and what is undone are from what is on the mesh."""
+    """How far files of a model on a mesh are from what they hold."""
     configure()
-    case = MeshCase("mlp", (2, 2), "adam")
-    x, y, _ = data_for(case.model)
-    settings = {"batch_size": 22, "shuffle": False, "verbose": 0}
-    uninterrupted = made(case, alone=True)
-    uninterrupted.fit(x, y, epochs=2, **settings)
-
-    def dist() -> DistributedFit:
-        return DistributedFit(mesh={"batch": 2, "model": 2}, layout="auto")
-
-    first = dist()
-    with first.scope():
-        model = made(case, alone=False)
-    first.fit(model, x, y, epochs=1, callbacks=[Backup(f"{directory}/backup", delete_when_done=False)], **settings)
-    model.save(f"{directory}/model.keras")
-    model.save_weights(f"{directory}/model.weights.h5")
-    loaded: Any = keras.saving.load_model(f"{directory}/model.keras")
-    other, resumed = made(case, alone=True), made(case, alone=True)
-    other.load_weights(f"{directory}/model.weights.h5")
-    weights, slots = model.get_weights(), [each.numpy() for each in model.optimizer.variables]
-    read: Any = keras.saving.load_model(f"{directory}/model.keras")
-    dist().fit(loaded, x, y, initial_epoch=1, epochs=2, **settings)
-    resumed.fit(x, y, epochs=2, callbacks=[Backup(f"{directory}/backup")], **settings)
-    model.set_weights(weights)
-    again = model.get_weights()
-    first.prepare(model).undo()
-    model.fit(x, y, initial_epoch=1, epochs=2, **settings)
-    expected = uninterrupted.get_weights()
-    return {
-        "keras": apart(read.get_weights(), weights),
-        "slots": apart([each.numpy() for each in read.optimizer.variables], slots),
-        "weights": apart(other.get_weights(), weights),
-        "set": apart(again, weights),
-        "loaded": apart(loaded.get_weights(), expected),
-        "resumed": apart(resumed.get_weights(), expected),
-        "undone": apart(model.get_weights(), expected),
-    }
+    return placed_models.saved(MeshCase("mlp", (2, 2), "adam"), lambda: way_to_train("(2, 2)"), directory, 22)
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -419,23 +235,6 @@ def reloaded(given: tuple[str, list[tuple[str, str]]]) -> list[float]:
             copied = shutil.copytree(f"{directory}/{first}", f"{directory}/{first} {second}")
             found.append(apart(fit(second, Backup(copied)).get_weights(), alone.get_weights()))
     return found
-
-
-def undone(options: list[str]) -> float:
-    """How far training ends from that of one device, if it was there first, then on a mesh, and then there again."""
-    configure()
-    x, y, weights = data_for("mlp")
-    case = MeshCase("mlp", (2, 2), "adam", tuple(options))
-    alone, model = made(case, alone=True), made(case, alone=False)
-    alone.fit(x, y, sample_weight=weights, batch_size=8, epochs=3, shuffle=False, verbose=0)
-    settings = {"sample_weight": weights, "batch_size": 4 if options else 8, "shuffle": False, "verbose": 0}
-    settings["callbacks"] = [ExactAccumulation()] if options else []
-    model.fit(x, y, **settings)
-    prepared = way_to_train("(2, 2)").prepare(model)
-    model.fit(x, y, **settings)
-    prepared.undo()
-    model.fit(x, y, **settings)
-    return apart(model.get_weights(), alone.get_weights())
 
 
 def on_a_worker(given: tuple[str, list[Any]]) -> list[dict[str, float]]:

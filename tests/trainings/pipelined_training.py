@@ -4,121 +4,22 @@ import csv
 import functools
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers, optimizers
-from oracles.histories import defined
-from trainings.sharded_training import OPTIMIZERS, SETTINGS
+from keras import layers
+from trainings import placed_models
+from trainings.placed_models import DEVICES, LENGTH, apart, configure, data_for, made
 
-from keras_paragrad import (
-    AccumulatingOptimizer,
-    DistributedFit,
-    GradientTelemetry,
-    Profiler,
-    ProfileSchedule,
-    Throughput,
-    recompute,
-)
-from keras_paragrad.distribution import Backup, Pipeline
+from keras_paragrad import DistributedFit, GradientTelemetry, Profiler, ProfileSchedule, Throughput, recompute
+from keras_paragrad.distribution import Pipeline
 from keras_paragrad.engine.training.builder import StepBuilder
 
-ROWS, LENGTH, VOCABULARY = 22, 6, 40
-DEVICES = [f"CPU:{index}" for index in range(4)]
-
-
-class AddsLoss(layers.Layer):
-    """Passes on what it gets, and adds a loss of it."""
-
-    def call(self, inputs):
-        self.add_loss(0.1 * keras.ops.mean(inputs**2))
-        return inputs
-
-
-def mlp() -> keras.Model:
-    regular = {"kernel_regularizer": "l2", "kernel_constraint": keras.constraints.MaxNorm(1.0)}
-    return keras.Sequential(
-        [
-            keras.Input((8,)),
-            layers.Dense(12, "tanh", name="one", **regular),
-            layers.Dense(10, "tanh", name="two"),
-            layers.Dropout(0.0, name="none"),
-            layers.Dense(4, name="three"),
-        ]
-    )
-
-
-def skips() -> keras.Model:
-    """One tensor is used in every stage, and one layer is called several times in the same."""
-    inputs = keras.Input((8,))
-    skip = hidden = layers.Dense(8, "tanh", name="first")(inputs)
-    for index in range(4):
-        hidden = layers.Add(name=f"add_{index}")([layers.Dense(8, "gelu", name=f"dense_{index}")(hidden), skip])
-        hidden = layers.LayerNormalization(name=f"norm_{index}")(hidden)
-    shared = layers.Dense(8, "tanh", name="shared")
-    last = layers.Add(name="last")([shared(shared(hidden)), skip])
-    return keras.Model(inputs, layers.Dense(4, name="head")(last))
-
-
-def transformer() -> keras.Model:
-    inputs = keras.Input((LENGTH,), dtype="int32")
-    hidden = layers.Embedding(VOCABULARY, 16, mask_zero=True, name="embedding")(inputs)
-    for index in range(2):
-        attention = layers.MultiHeadAttention(2, 8, name=f"attention_{index}")(hidden, hidden)
-        hidden = layers.LayerNormalization(name=f"norm_{index}")(layers.Add(name=f"add_{index}")([hidden, attention]))
-        narrow = layers.Dense(16, "gelu", name=f"narrow_{index}")(hidden)
-        hidden = layers.LayerNormalization(name=f"block_{index}")(layers.Add(name=f"sum_{index}")([hidden, narrow]))
-    return keras.Model(inputs, layers.Dense(4, name="head")(hidden))
-
-
-def recurrent() -> keras.Model:
-    inputs = keras.Input((LENGTH,), dtype="int32")
-    hidden = layers.Embedding(VOCABULARY, 8, mask_zero=True, name="embedding")(inputs)
-    return keras.Model(inputs, layers.Dense(4, name="head")(layers.GRU(8, name="gru")(hidden)))
-
-
-def several() -> keras.Model:
-    """Two inputs and two outputs, one of which is made in the first stage."""
-    numbers, tokens = keras.Input((8,), name="numbers"), keras.Input((LENGTH,), dtype="int32", name="tokens")
-    hidden = layers.Dense(8, "tanh", name="one")(numbers)
-    early = layers.Dense(4, name="early")(hidden)
-    words = layers.GlobalAveragePooling1D(name="pool")(layers.Embedding(VOCABULARY, 8, name="embedding")(tokens))
-    late = layers.Dense(4, name="late")(AddsLoss(name="adds")(layers.Concatenate(name="both")([hidden, words])))
-    return keras.Model([numbers, tokens], [early, late])
-
-
-def masked() -> keras.Model:
-    """A mask that every stage uses."""
-    inputs = keras.Input((LENGTH,), dtype="int32")
-    hidden = layers.Embedding(VOCABULARY, 8, mask_zero=True, name="embedding")(inputs)
-    attended = layers.MultiHeadAttention(2, 8, name="attention")(hidden, hidden)
-    pooled = [
-        layers.GlobalAveragePooling1D(name=f"pool_{index}")(each) for index, each in enumerate([hidden, attended])
-    ]
-    return keras.Model(inputs, layers.Dense(4, name="head")(layers.Concatenate(name="both")(pooled)))
-
-
-def stateful() -> keras.Model:
-    """State that each micro-batch finds as the one before it left it."""
-    inputs = keras.Input((8,))
-    hidden = layers.Dropout(0.3, name="dropout", seed=3)(layers.Dense(8, "tanh", name="one")(inputs))
-    hidden = layers.BatchNormalization(name="statistics")(layers.Dense(8, "tanh", name="two")(hidden))
-    return keras.Model(inputs, layers.Dense(4, name="head")(layers.Dropout(0.3, name="again", seed=4)(hidden)))
-
-
-MODELS: dict[str, Callable[[], keras.Model]] = {
-    "mlp": mlp,
-    "skips": skips,
-    "transformer": transformer,
-    "recurrent": recurrent,
-    "several": several,
-    "masked": masked,
-    "stateful": stateful,
-}
+# The last batch has fewer rows than there are micro-batches.
+BATCH = 10
 
 
 class PipelineCase(NamedTuple):
@@ -131,57 +32,9 @@ class PipelineCase(NamedTuple):
     microbatches: int = 3
 
 
-def data_for(name: str) -> tuple[Any, Any, Any]:
-    generator = np.random.default_rng(0)
-    numbers = generator.normal(size=(ROWS, 8)).astype("float32")
-    tokens = generator.integers(0, VOCABULARY, (ROWS, LENGTH)).astype("int32") * generator.integers(
-        0, 3, (ROWS, LENGTH)
-    )
-    tokens = np.minimum(tokens, VOCABULARY - 1).astype("int32")
-    targets = generator.integers(0, 4, ROWS)
-    weights = np.linspace(0.5, 2.0, ROWS).astype("float32")
-    if name == "several":
-        return [numbers, tokens], [targets, targets[::-1].copy()], [weights, weights]
-    if name == "transformer":
-        # One target a token: masked ones count for nothing.
-        return tokens, generator.integers(0, 4, (ROWS, LENGTH)), np.repeat(weights[:, None], LENGTH, 1)
-    return (tokens if name in ("recurrent", "masked") else numbers), targets, weights
-
-
-def made(case: PipelineCase, *, alone: bool) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    keras.config.set_dtype_policy(next((name for name in case.settings if name.startswith("mixed")), "float32"))
-    try:
-        model = MODELS[case.model]()
-    finally:
-        keras.config.set_dtype_policy("float32")
-    options = {key: value for name in case.settings for key, value in SETTINGS.get(name, {}).items()}
-    optimizer: Any = OPTIMIZERS[case.optimizer](**options)
-    if "excluded" in case.settings:
-        optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:2])
-    if "accumulate" in case.settings and not alone:
-        optimizer = AccumulatingOptimizer(optimizer, 2)
-    if "loss_scale" in case.settings:
-        optimizer = optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
-    loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    several = case.model == "several"
-    model.compile(
-        optimizer,
-        [loss, loss] if several else loss,
-        loss_weights=[0.3, 0.7] if several else None,
-        metrics=[["accuracy"], ["accuracy"]] if several else ["accuracy"],
-        run_eagerly="eager" in case.settings,
-    )
-    if "built" in case.settings:
-        optimizer.build(model.trainable_variables)
-    return model
-
-
-def fitted(fit: Any, case: PipelineCase, batch_size: int = 10) -> dict[str, list[float]]:
+def fitted(fit: Any, case: PipelineCase) -> dict[str, list[float]]:
     x, y, weights = data_for(case.model)
-    # The last batch has fewer rows than there are micro-batches.
-    settings = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
-    return fit(x, y, sample_weight=weights, **settings).history
+    return fit(x, y, sample_weight=weights, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
 
 
 def distribution(case: PipelineCase) -> DistributedFit:
@@ -200,73 +53,33 @@ def homes(variables: Any) -> list[str]:
     return [variable.value.device[-5:] for variable in variables]
 
 
-def apart(ours: Any, theirs: Any) -> float:
-    """The largest difference between two lists of arrays, in parts of the largest number."""
-    most = max(float(np.abs(each).max(initial=0)) for each in theirs)
-    return max(float(np.abs(a - b).max(initial=0)) for a, b in zip(ours, theirs, strict=True)) / max(most, 1e-9)
-
-
-def configure() -> None:
-    logical = [tf.config.LogicalDeviceConfiguration()] * len(DEVICES)
-    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], logical)
-
-
 def compared(argument: list) -> list[dict[str, Any]]:
-    """Trains each case as a pipeline and on one device, and returns how far apart they end; in a process of its own."""
+    """How far each case as a pipeline ends from one device, and where its variables are; in a process of its own."""
     configure()
     return [_compared(PipelineCase(name, cuts, optimizer, tuple(s), m)) for name, cuts, optimizer, s, m in argument]
 
 
 def _compared(case: PipelineCase) -> dict[str, Any]:
-    keras.backend.clear_session(free_memory=False)
-    cuts = case.cuts if isinstance(case.cuts, int) else tuple(case.cuts)
-    case = case._replace(cuts=cuts)
-    alone = made(case, alone=True)
-    expected = fitted(alone.fit, case)
-    dist = distribution(case)
-    with dist.scope():
-        model = made(case, alone=False)
-    if "recompute" in case.settings:
-        recompute(model, ["norm_0", "narrow_1"])
-    if "segments" in case.settings:
-        # A cut goes through one of them.
-        recompute(model, every=1 if case.model == "skips" else 3)
-    history = fitted(functools.partial(dist.fit, model), case, 5 if "accumulate" in case.settings else 10)
-    x, y, weights = data_for(case.model)
-    evaluated, also = (
-        defined(each.evaluate(x, y, sample_weight=weights, verbose=0, batch_size=8, return_dict=True))
-        for each in (model, alone)
-    )
-    predicted, those = (keras.tree.flatten(each.predict(x, verbose=0)) for each in (model, alone))
-    slots = dict(zip([each.path for each in model.optimizer.variables], homes(model.optimizer.variables), strict=True))
-    return {
-        "weights": apart(model.get_weights(), alone.get_weights()),
-        "history": apart(
-            map(np.asarray, defined(history).values()), [np.asarray(expected[name]) for name in defined(history)]
-        ),
-        "evaluated": apart([np.asarray(list(evaluated.values()))], [np.asarray(list(also.values()))]),
-        "predicted": apart(predicted, those),
-        "names": list(history) == list(expected),
-        "homes": dict(zip([each.path for each in model.variables], homes(model.variables), strict=True)),
-        "slots": slots,
-        "explained": str(dist.explain()),
-    }
+    def change(model: keras.Model) -> None:
+        if "recompute" in case.settings:
+            recompute(model, ["norm_0", "narrow_1"])
+        if "segments" in case.settings:
+            # A cut goes through one of them.
+            recompute(model, every=1 if case.model == "skips" else 3)
+
+    case = case._replace(cuts=case.cuts if isinstance(case.cuts, int) else tuple(case.cuts))
+    model, found = placed_models.compared(case, distribution(case), BATCH, change, evaluated=8)
+    placed = {"homes": model.variables, "slots": model.optimizer.variables}
+    for name, variables in placed.items():
+        found[name] = dict(zip([each.path for each in variables], homes(variables), strict=True))
+    return found
 
 
-def undone(optional: None) -> float:
-    """How far training ends from that of one device, if it was there first, then in a pipeline, and there again."""
+def saved(directory: str) -> dict[str, float]:
+    """How far a pipeline's files are from what they hold."""
     configure()
-    case = PipelineCase("mlp", ("two",), "adam")
-    alone, model = made(case, alone=True), made(case, alone=False)
-    for _ in range(3):
-        fitted(alone.fit, case)
-    one = DistributedFit("none")
-    fitted(functools.partial(one.fit, model), case)
-    prepared = distribution(case).prepare(model)
-    fitted(model.fit, case)
-    prepared.undo()
-    fitted(functools.partial(one.fit, model), case)
-    return apart(model.get_weights(), alone.get_weights())
+    case = PipelineCase("mlp", ("one",), "adam")
+    return placed_models.saved(case, lambda: distribution(case), directory, BATCH)
 
 
 def stateful_in_columns(settings: list[str]) -> dict[str, float]:
@@ -421,39 +234,3 @@ def _needed(operation: Any) -> set[Any]:
             seen.add(each)
             waiting += [tensor.op for tensor in each.inputs] + list(each.control_inputs)
     return seen
-
-
-def saved(directory: str) -> dict[str, float]:
-    """How far a pipeline's files, and its backup resumed on one device, are from what they hold."""
-    configure()
-    case = PipelineCase("mlp", ("one",), "adam")
-    x, y, _ = data_for(case.model)
-    settings = {"batch_size": 10, "shuffle": False, "verbose": 0}
-    uninterrupted = made(case, alone=True)
-    uninterrupted.fit(x, y, epochs=2, **settings)
-    dist = distribution(case)
-    with dist.scope():
-        model = made(case, alone=False)
-    dist.fit(model, x, y, epochs=1, callbacks=[Backup(f"{directory}/backup", delete_when_done=False)], **settings)
-    model.save(f"{directory}/model.keras")
-    model.save_weights(f"{directory}/model.weights.h5")
-    tf.train.Checkpoint(model=model).save(f"{directory}/checkpoint")
-    loaded: Any = keras.saving.load_model(f"{directory}/model.keras")
-    others = [made(case, alone=True) for _ in range(3)]
-    others[0].load_weights(f"{directory}/model.weights.h5")
-    tf.train.Checkpoint(model=others[1]).restore(f"{directory}/checkpoint-1").assert_existing_objects_matched()
-    weights, slots = model.get_weights(), [each.numpy() for each in model.optimizer.variables]
-    again = distribution(case)
-    again.fit(loaded, x, y, initial_epoch=1, epochs=2, **settings)
-    resumed = others[2]
-    resumed.fit(x, y, epochs=2, callbacks=[Backup(f"{directory}/backup")], **settings)
-    expected = uninterrupted.get_weights()
-    read: Any = keras.saving.load_model(f"{directory}/model.keras")
-    return {
-        "keras": apart(read.get_weights(), weights),
-        "slots": apart([each.numpy() for each in read.optimizer.variables], slots),
-        "weights": apart(others[0].get_weights(), weights),
-        "checkpoint": apart(others[1].get_weights(), weights),
-        "loaded": apart(loaded.get_weights(), expected),
-        "resumed": apart(resumed.get_weights(), expected),
-    }

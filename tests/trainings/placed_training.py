@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 from sample_models.counting import counting_model
-from trainings.pipelined_training import DEVICES, apart, configure
+from trainings.placed_models import DEVICES, apart, configure
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import Pipeline

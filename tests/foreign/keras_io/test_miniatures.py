@@ -11,6 +11,7 @@ from foreign.keras_io import ways
 from foreign.keras_io.expectations import TOLERANCE, expected
 from foreign.keras_io.miniature import dense, normal
 from foreign.keras_io.miniatures import MINIATURES
+from runner import own_process
 
 from keras_paragrad import AccumulatingOptimizer, recompute
 
@@ -18,17 +19,18 @@ from keras_paragrad import AccumulatingOptimizer, recompute
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # What `make test` takes of all pairs.
 QUICK = {
-    "guide": ("slices",),
-    "vector_quantized": ("slices",),
-    "retrieval": ("slices",),
-    "masked_tokens": ("accumulation",),
-    "spectral_normalization": ("shards",),
-    "two_heads": ("telemetry",),
-    "graph_attention": ("recomputation",),
-    "endpoint": ("replicas",),
-    "shuffled": ("slices", "replicas"),
-    "dual_encoder": ("shards",),
-    "switch_transformer": ("slices",),
+    ("captions", "slices"),
+    ("clipping_step", "slices"),
+    ("convnet", "accumulation"),
+    ("graph_attention", "recomputation"),
+    ("guide", "slices"),
+    ("masked_tokens", "accumulation"),
+    ("sharpness_aware", "replicas"),
+    ("shuffled", "replicas"),
+    ("spectral_normalization", "shards"),
+    ("switch_transformer", "slices"),
+    ("two_heads", "telemetry"),
+    ("wgan_gp", "replicas"),
 }
 
 
@@ -39,7 +41,7 @@ def reference(name, **changed):
 
 def pairs(chosen):
     return [
-        pytest.param(name, way, marks=() if way in QUICK.get(name, ()) else pytest.mark.long)
+        pytest.param(name, way, marks=() if (name, way) in QUICK else pytest.mark.long)
         for name in MINIATURES
         for way in chosen
     ]
@@ -63,19 +65,24 @@ def check(name, way):
     assert shown < TOLERANCE or not outcome.logs
 
 
-@pytest.mark.few(
-    0, "guide-slices", "masked_tokens-accumulation", "two_heads-telemetry", "graph_attention-recomputation"
-)
 @pytest.mark.parametrize(("name", "way"), pairs(["accumulation", "slices", "recomputation", "telemetry"]))
 def test_one_device(name, way):
     check(name, way)
 
 
-@pytest.mark.few(0, "shuffled-replicas", "spectral_normalization-shards")
 @pytest.mark.own_process(seconds=600)
 @pytest.mark.parametrize(("name", "way"), pairs(["replicas", "shards"]))
 def test_two_devices(name, way):
     check(name, way)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["batch_normalization", "normalizing_step", "queue", "shuffled", "wgan_gp"])
+def test_two_workers(name):
+    """Statistics are all-reduced in the backward pass, after gathers that its graph came to have later."""
+    changed = expected(name, "shards").changed
+    for found in own_process.on_workers(ways.on_a_worker, (name, dict(changed)), seconds=300):
+        assert max(found) < TOLERANCE
 
 
 def actor_critic(model, optimizer, rows, parts):

@@ -78,7 +78,10 @@ def slices(case: Miniature, **options: Any) -> Trained:
 
 def replicas(case: Miniature, changed: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Trained:
     """Two devices."""
-    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], **options)
+    return _distributed(case, DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], **options), changed)
+
+
+def _distributed(case: Miniature, dist: DistributedFit, changed: Mapping[str, Any] = MappingProxyType({})) -> Trained:
     with dist.scope():
         model = _built(case, changed=changed)
     return _fitted(case, model, fit=lambda *data, **keywords: dist.fit(model, *data, **keywords))
@@ -87,6 +90,20 @@ def replicas(case: Miniature, changed: Mapping[str, Any] = MappingProxyType({}),
 def shards(case: Miniature, **options: Any) -> Trained:
     """Two devices with half of each weight."""
     return replicas(case, shard="parameters", min_shard_bytes=16, **options)
+
+
+def on_a_worker(given: tuple[str, dict[str, Any]]) -> tuple[float, float]:
+    """The errors on one of several workers, which have parts of each weight; called in a process of its own.
+
+    Args:
+        given: The miniature, and what is changed in it.
+    """
+    dist = DistributedFit("multi_worker", devices=["CPU:0"], shard="parameters", min_shard_bytes=16)
+    # They compute as they are imported, and workers meet before.
+    from foreign.keras_io.miniatures import MINIATURES
+
+    name, changed = given
+    return errors(_distributed(MINIATURES[name], dist, changed), plain(MINIATURES[name], changed))
 
 
 def recomputation(case: Miniature) -> Trained:
