@@ -30,7 +30,7 @@ from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory.trial import Trials
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
 from keras_paragrad.per_example.probing import units_for
-from keras_paragrad.per_example.units import find_mixing
+from keras_paragrad.per_example.units import mixes_examples
 from keras_paragrad.privacy.clipping import layers_storing_examples
 
 ROWS, SIZE = 8, 4
@@ -45,7 +45,7 @@ def mixing_loss(model):
     def step(x, y):
         with untouched(model, keras.StatelessScope()), recorded_terms(model) as terms:
             loss = model.compute_loss(x, y, model(x, training=True))
-        assert not find_mixing(terms[0])
+        assert not mixes_examples(terms[0])
         return loss
 
     step(X, Y)

@@ -109,7 +109,7 @@ class WeightReads(keras.StatelessScope):
 
     Args:
         variables: The weights to guard.
-        detached: Whether to read them through `tf.stop_gradient`.
+        skip_plain_gradients: Whether to read them through `tf.stop_gradient`.
 
     Attributes:
         watched: The guarded weights, by `id`.
@@ -119,9 +119,11 @@ class WeightReads(keras.StatelessScope):
         read_outside: The guarded weight whose read was refused, if any.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable], detached: bool):
-        values = [(variable, tf.stop_gradient(variable.value)) for variable in variables] if detached else []
-        self.detached = {id(variable) for variable, _ in values}
+    def __init__(self, variables: Sequence[keras.Variable], skip_plain_gradients: bool):
+        values = (
+            [(variable, tf.stop_gradient(variable.value)) for variable in variables] if skip_plain_gradients else []
+        )
+        self.without_gradient = {id(variable) for variable, _ in values}
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.watched = {id(variable): variable for variable in variables}
         self.readable: set[int] = set()
@@ -159,7 +161,7 @@ class WeightReads(keras.StatelessScope):
         if self.overwritten is not None and id(variable) not in self.overwritten:
             self.overwritten[id(variable)] = variable, tf.identity(variable.value)
         assign_now(*update)
-        if id(variable) in self.detached:
+        if id(variable) in self.without_gradient:
             super().add_update((variable, tf.stop_gradient(value)))
 
     @contextlib.contextmanager
@@ -178,7 +180,7 @@ class LossReads(WeightReads):
     """Refuses reads of trainable weights while `owner` computes a loss."""
 
     def __init__(self, variables: Sequence[keras.Variable], owner: str):
-        super().__init__(variables, detached=False)
+        super().__init__(variables, skip_plain_gradients=False)
         self.owner = owner
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:

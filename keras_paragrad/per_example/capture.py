@@ -6,6 +6,7 @@ respect to a tensor.
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,14 +41,20 @@ class Capture:
         layer: A built layer or model.
         units: Its units; see `units_for`.
         anchor: A float32 scalar watched by a tape.
-        detached: Whether the backward pass skips the gradients of the layer's weights.
+        skip_plain_gradients: Whether the backward pass skips the gradients of the layer's weights.
     """
 
-    def __init__(self, layer: keras.layers.Layer, units: Sequence[Unit], anchor: tf.Tensor, detached: bool = False):
+    def __init__(
+        self,
+        layer: keras.layers.Layer,
+        units: Sequence[Unit],
+        anchor: tf.Tensor,
+        skip_plain_gradients: bool = False,
+    ):
         self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, compiled_by_xla()
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
-        self.reads = WeightReads(layer.trainable_variables, detached)
+        self.reads = WeightReads(layer.trainable_variables, skip_plain_gradients)
         self._used_in_other_graph: keras.Variable | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Structure:
@@ -69,32 +76,24 @@ class Capture:
 
     def weight_without_batch(self, size: int) -> keras.Variable | None:
         """The first weight of a unit whose outputs are not a batch of `size` examples, or `None`."""
-        for calls in self.calls.values():
-            for call in calls:
-                if any(_rows(output) != size for output in call.outputs):
-                    return call.layer.trainable_variables[0]
+        for call in itertools.chain(*self.calls.values()):
+            if any(not output.shape.rank or output.shape[0] != size for output in call.outputs):
+                return call.layer.trainable_variables[0]
         return None
 
     @property
-    def has_unknown_rows(self) -> bool:
-        """Whether an output of a unit has an unknown number of rows."""
-        return any(
-            output.shape.rank is None or output.shape[:1] == [None]
-            for calls in self.calls.values()
-            for call in calls
-            for output in call.outputs
-        )
+    def layer_without_rows(self) -> keras.layers.Layer | None:
+        """The first unit with an output whose number of rows is unknown, or `None`."""
+        for call in itertools.chain(*self.calls.values()):
+            if any(output.shape.rank is None or output.shape[:1] == [None] for output in call.outputs):
+                return call.layer
+        return None
 
     def batched(self, unit: Unit, size: int) -> list[list[bool]]:
         """For each call of a unit, which of the flattened arguments have `size` rows."""
         calls = self.calls[id(unit.layer)]
         flat = [keras.tree.flatten((call.arguments, call.keywords)) for call in calls]
         return [[has_axes(value) and value.shape[0] == size for value in values] for values in flat]
-
-    @property
-    def losses(self) -> list[tf.Tensor]:
-        """The losses that layers added in the call."""
-        return self.reads.losses
 
     @property
     def recorded(self) -> Iterator[tuple[Unit, list[Call]]]:
@@ -170,10 +169,6 @@ def _rerun(
     """Calls a unit with its original method, so that the call isn't recorded."""
     with override_attributes(layer, **{call_method(layer): original}), without_remat_scope(layer):
         return layer(*arguments, **{**keywords, "training": training})
-
-
-def _rows(tensor: tf.Tensor) -> int | None:
-    return tensor.shape[0] if tensor.shape.rank else None
 
 
 def has_axes(value: Any) -> bool:

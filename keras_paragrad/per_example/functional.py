@@ -24,14 +24,6 @@ from keras_paragrad.per_example.units import Unit, check_separable_layer, check_
 LossArgument: TypeAlias = (
     str | keras.losses.Loss | Callable[[Any, Any], Any] | Sequence["LossArgument | None"] | Mapping[str, Any]
 )
-# The advice for text, by argument.
-_ENCODED = {
-    "x": "keras.layers.StringLookup(vocabulary=[...])(texts)",
-    "y": "np.unique(labels, return_inverse=True)[1]",
-    "sample_weight": "np.asarray(weights, 'float32')",
-}
-# Names for which Keras picks a crossentropy by the shapes of the targets and predictions.
-_PICKED = ("crossentropy", "ce")
 
 # Intermediate per-example tensors are as large as the result, so this bounds the memory.
 _BATCH_SIZE = 256
@@ -61,15 +53,13 @@ def _compute_in_batches(
     training = check_flag("training", training)
     jit_compile = check_flag("jit_compile", jit_compile)
     if tf.executing_eagerly():
-        x = _check_rows("x", x, text=_may_take_text(model))
-        # Keras knows no dtype of NumPy's for text.
-        build_by_calling(model, keras.tree.map_structure(lambda leaf: tf.constant(leaf) if _is_text(leaf) else leaf, x))
+        x = _check_rows("x", x)
+        build_by_calling(model, x)
     if not model.trainable_variables:
         raise ValueError(
             f"{model.name!r} has no trainable weights: set trainable=True on its layers. Within a tf.function, build "
             "it first."
         )
-    _check_loss(loss)
     compute = _compile(quantity, model, loss, training, compile_if_supported(model, jit_compile))
     if not tf.executing_eagerly():
         return compute(x, y, sample_weight)
@@ -137,29 +127,8 @@ def _checked_units(model: keras.Model, x: Structure, training: bool) -> list[Uni
     return units_for(model, (x,), {"training": training})
 
 
-def _check_loss(loss: object) -> None:
-    """Refuses an argument that Keras doesn't accept as a loss."""
-    nested = keras.tree.is_nested(loss)
-    for item in keras.tree.flatten(loss) or [None]:
-        if (item is None and nested) or (isinstance(item, str) and item.lower() in _PICKED):
-            continue
-        try:
-            valid = callable(keras.losses.get(item))
-        except Exception:  # whatever Keras raises for an invalid loss
-            valid = False
-        if not valid:
-            raise refusal("loss", item, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
-
-
-def _check_rows(name: str, nested: FitData, *, optional: bool = False, text: bool = False) -> Any:
-    """Converts every leaf of an argument to an array of at least one row.
-
-    Args:
-        name: The argument.
-        nested: Its value.
-        optional: Whether leaves may be `None`.
-        text: Whether leaves may be text.
-    """
+def _check_rows(name: str, nested: FitData, *, optional: bool = False) -> Any:
+    """Converts every leaf of an argument, which may be `None` if `optional`, to an array of at least one row."""
 
     def check(leaf: object) -> np.ndarray | None:
         if leaf is None and optional:
@@ -167,29 +136,13 @@ def _check_rows(name: str, nested: FitData, *, optional: bool = False, text: boo
         try:
             rows = keras.ops.convert_to_numpy(leaf)
         except Exception:  # the backend's error for a value that is not an array
-            rows = np.empty(0, object)
-        if _is_text(rows):
-            if text and rows.ndim and len(rows):
-                return rows
-            raise refusal(name, leaf, "arrays of numbers; this is text, which has to be encoded", _ENCODED[name])
-        if not rows.ndim or not len(rows) or rows.dtype == object:
-            raise refusal(name, leaf, "arrays of shape (rows, ...), nested as the model takes them")
+            rows = np.empty(0)
+        if not rows.ndim or not len(rows) or rows.dtype.kind in "OUST":
+            expected = "arrays of numbers of shape (rows, ...), nested as the model takes them"
+            raise refusal(name, leaf, f"{expected}; encode text, as in np.unique(text, return_inverse=True)[1]")
         return rows
 
     return keras.tree.map_structure(check, nested)
-
-
-def _is_text(rows: object) -> bool:
-    """Whether an array holds strings, also as objects."""
-    if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "USTO":
-        return False
-    return rows.dtype.kind != "O" or (rows.size > 0 and all(isinstance(element, (str, bytes)) for element in rows.flat))
-
-
-def _may_take_text(model: keras.Model) -> bool:
-    """Whether a model has an input of text, or its inputs are unknown."""
-    inputs = getattr(model, "inputs", None)
-    return not inputs or any(input_.dtype == "string" for input_ in inputs)
 
 
 def per_example_gradients(
@@ -235,7 +188,11 @@ def per_example_gradients(
     >>> kernel.shape, bias.shape
     ((100, 8, 1), (100, 1))
     """
-    return _compute_in_batches(_gradients, model, x, y, loss, sample_weight, batch_size, training, jit_compile)
+
+    def gradients(quantities: Quantities) -> list[tf.Tensor]:
+        return [tf.cast(gradient, "float32") for gradient in quantities.gradients()]
+
+    return _compute_in_batches(gradients, model, x, y, loss, sample_weight, batch_size, training, jit_compile)
 
 
 def per_example_norms(
@@ -275,12 +232,8 @@ def per_example_norms(
     >>> per_example_norms(model, np.ones((100, 8)), np.ones((100, 1)), "mse").shape
     (100,)
     """
-    return _compute_in_batches(_norms, model, x, y, loss, sample_weight, batch_size, training, jit_compile)[0]
 
+    def norms(quantities: Quantities) -> list[tf.Tensor]:
+        return [tf.sqrt(quantities.squared_norms())]
 
-def _gradients(quantities: Quantities) -> list[tf.Tensor]:
-    return [tf.cast(gradient, "float32") for gradient in quantities.gradients()]
-
-
-def _norms(quantities: Quantities) -> list[tf.Tensor]:
-    return [tf.sqrt(quantities.squared_norms())]
+    return _compute_in_batches(norms, model, x, y, loss, sample_weight, batch_size, training, jit_compile)[0]

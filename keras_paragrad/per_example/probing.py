@@ -1,15 +1,12 @@
 """Finds a model's units, by calls on placeholders and a proof on a few rows."""
 
-import contextlib
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import call_method, called_for_training, override_attributes
+from keras_paragrad.compat.layers import called_for_training
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.capture import Capture, has_axes
@@ -18,8 +15,6 @@ from keras_paragrad.per_example.rule import Rule
 from keras_paragrad.per_example.units import (
     Unit,
     call_signature,
-    layer_and_sublayers,
-    layers_of,
     layers_with_variable,
     units_of,
 )
@@ -39,7 +34,7 @@ def units_for(layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywo
     """
     known = _UNITS.setdefault(layer, {})
     weights = tuple(id(variable) for variable in layer.trainable_variables)
-    key = (weights, called_for_training(), *layers_of(layer), *call_signature((arguments, keywords)))
+    key = (weights, called_for_training(), *call_signature(layer, (arguments, keywords)))
     if key not in known:
         units, succeeded = _probe_units(layer, arguments, keywords)
         if not succeeded:
@@ -55,15 +50,23 @@ def _probe_units(
     indivisible: set[int] = set()
     size = _PROBE_BATCH
     wrong: keras.Variable | None = None
+    lost: keras.layers.Layer | None = None
     # Each turn makes another layer a single unit, or is the last one with its size; at most two sizes are tried.
     while True:
         units = units_of(layer, indivisible)
         capture, succeeded = _call_on_placeholders(layer, units, arguments, keywords, size)
+        # The innermost layer that gets rows of unknown number; later turns see those around it.
+        lost = capture.layer_without_rows if lost is None else lost
         variable = capture.weight_without_batch(size) if succeeded else capture.offending_weight
         holders = _divided_holders(layer, variable, units, indivisible)
         if succeeded and not holders:
-            if capture.has_unknown_rows:
-                raise _unknown_rows_refusal(layer, arguments, keywords, size)
+            if lost is not None and capture.layer_without_rows is not None:
+                raise ValueError(
+                    f"The number of rows of the output of {lost.name!r} is unknown, and so which rows belong to "
+                    "which example. State it in the layer before that loses it: outputs = tf.ensure_shape(outputs, "
+                    "[inputs.shape[0], ...]), if there is one row for each example. What prepares data, such as "
+                    "TextVectorization, can go into the dataset: dataset.map(lambda x, y: (layer(x), y))."
+                )
             units = [Unit(unit.layer, unit.rule, capture.batched(unit, size)) for unit in units]
             different = find_wrong_sum(layer, units, arguments, keywords, capture.graph, wrong)
             if different is None:
@@ -71,7 +74,8 @@ def _probe_units(
             wrong = different if wrong is None else wrong
             # As a single unit, a layer may do what its sublayers' units can't, such as differentiate them.
             holders = _divided_holders(layer, different, units, indivisible)
-            rule = next((unit.rule for unit in units if _trains(unit, different) and not is_own(unit)), None)
+            trains = [unit for unit in units if any(different is each for each in unit.layer.trainable_variables)]
+            rule = next((unit.rule for unit in trains if not is_own(unit)), None)
             if rule or not holders:
                 raise _unequal_sum_refusal(layer, wrong, rule)
         if holders:
@@ -91,10 +95,6 @@ def _divided_holders(
     single = indivisible.union(id(unit.layer) for unit in units)
     holders = [] if variable is None else layers_with_variable(layer, variable)
     return [holder for holder in holders if id(holder) not in single]
-
-
-def _trains(unit: Unit, variable: keras.Variable) -> bool:
-    return any(variable is each for each in unit.layer.trainable_variables)
 
 
 def _unequal_sum_refusal(layer: keras.layers.Layer, variable: keras.Variable, rule: Rule | None) -> ValueError:
@@ -139,51 +139,6 @@ def _call_on_placeholders(
         # The real call will raise the same error, unless the batch size caused it.
         return captures[0], False
     return captures[0], True
-
-
-def _unknown_rows_refusal(
-    layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywords: dict[str, Any], size: int
-) -> ValueError:
-    """The error for a layer whose outputs have an unknown number of rows; names the first sublayer that loses it."""
-    causes: list[str] = []
-    callers: list[str] = []
-
-    def recording(inner: keras.layers.Layer, call: Callable[..., Structure]) -> Callable[..., Structure]:
-        @functools.wraps(call)
-        def record(*values: Any, **options: Any) -> Structure:
-            if unknown_inputs := _unknown_rows((values, options)):
-                place = f"Within {callers[-1]!r}" if callers else "Before a layer"
-                causes.append(f"{place}, the input of {inner.name!r} has shape {unknown_inputs[0].shape}")
-            callers.append(inner.name)
-            try:
-                outputs = call(*values, **options)
-            finally:
-                callers.pop()
-            if unknown_outputs := _unknown_rows(outputs):
-                causes.append(f"The output of {inner.name!r} has shape {unknown_outputs[0].shape}")
-            return outputs
-
-        return record
-
-    with contextlib.ExitStack() as stack:
-        for inner in {id(inner): inner for inner in layer_and_sublayers(layer)}.values():
-            method = call_method(inner)
-            stack.enter_context(override_attributes(inner, **{method: recording(inner, getattr(inner, method))}))
-        _call_on_placeholders(layer, units_of(layer), arguments, keywords, size)
-    cause = causes[0] if causes else f"The output of {layer.name!r} has an unknown shape"
-    return ValueError(
-        f"{cause} for {size} examples, so which rows belong to which example isn't known. State it where it is lost: "
-        "outputs = tf.ensure_shape(outputs, [inputs.shape[0], ...]), if there is one row for each example. What "
-        "prepares data, such as TextVectorization, can go into the dataset: dataset.map(lambda x, y: (layer(x), y))."
-    )
-
-
-def _unknown_rows(nested: Structure) -> list[Any]:
-    """The tensors whose number of rows is unknown."""
-    tensors = [leaf for leaf in keras.tree.flatten(nested) if tf.is_tensor(leaf)]
-    return [
-        tensor for tensor in tensors if tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] is None)
-    ]
 
 
 def _batch_size(arguments: tuple[Structure, ...], keywords: dict[str, Any]) -> int | None:

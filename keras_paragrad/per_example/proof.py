@@ -123,7 +123,7 @@ class _Call(NamedTuple):
         return tf.add_n([_contract(tensor) for tensor in tensors if tensor.dtype.is_floating])
 
     def _gradients(self, tensors: Sequence[tf.Tensor], held: Sequence[tf.Variable]) -> Sequence[Any]:
-        with tf.GradientTape() as tape, WeightReads((), detached=False) as reads:
+        with tf.GradientTape() as tape, WeightReads((), skip_plain_gradients=False) as reads:
             target = self._target(self.layer, reads, tensors)
         return tape.gradient(target, held)
 
@@ -131,7 +131,7 @@ class _Call(NamedTuple):
         anchor = tf.zeros([])
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
-            capture = Capture(self.layer, self.units, anchor, detached=True)
+            capture = Capture(self.layer, self.units, anchor, skip_plain_gradients=True)
             target = self._target(capture, capture.reads, tensors)
         tape.gradient(target, anchor)
         quantities = Quantities(capture.recorded, self.layer.trainable_variables)

@@ -62,9 +62,10 @@ class Quantities:
             keys = [id(variable) for variable in unit.rule.variables(unit.layer)]
             untied = [key in self.indices and key not in self.tied for key in keys]
             if all(untied):
-                squares += unit.rule.squares(calls)
+                squares += unit.rule.squared_norms(calls)
             elif any(untied):
-                squares += itertools.compress(unit.rule.squared_norms(calls), untied)
+                gradients = itertools.compress(unit.rule.gradients_of_all(calls), untied)
+                squares += [squared_norm(gradient, calls[0].by_xla) for gradient in gradients]
         by_xla = self.recorded[0][1][0].by_xla
         squares += [squared_norm(gradient, by_xla) for gradient in self._tied_gradients().values()]
         return row_sums_of_all(squares, by_xla)

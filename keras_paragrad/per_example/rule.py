@@ -80,8 +80,7 @@ class Rule:
     `gradients(call)`                `tf.Tensor` `(batch, *shape)`
     `gradients_of_all(calls)`        `tf.Tensor` `(batch, *shape)`
     `gradients_to_keep(calls)`       the same, or `Factors`
-    `squared_norms(calls)`           `tf.Tensor` `(batch,)`
-    `squares(calls)`                 any number of `tf.Tensor` `(batch, ...)`
+    `squared_norms(calls)`           any number of `tf.Tensor` `(batch, ...)`
     `second_moments(calls)`          `tf.Tensor` of `shape`
     `weighted_sums(calls, weights)`  `tf.Tensor` of `shape`, or `tf.IndexedSlices`
     ===============================  =============================================
@@ -151,16 +150,11 @@ class Rule:
         return list(self.gradients_of_all(calls))
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        """The squared norms of the per-example gradients, `(batch,)`, one tensor per variable."""
-        return [squared_norm(gradient, calls[0].by_xla) for gradient in self.gradients_of_all(calls)]
+        """Any number of tensors `(batch, ...)` whose rows sum to the squared norm of each example's gradients.
 
-    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        """Any number of tensors `(batch, ...)` whose rows sum to each example's total of `squared_norms`.
-
-        Override it if the joint norm of all variables is cheaper, or to leave small reductions to be fused by the
-        caller.
+        Small reductions can be left to the caller, who fuses them.
         """
-        return self.squared_norms(calls)
+        return [squared_norm(gradient, calls[0].by_xla) for gradient in self.gradients_of_all(calls)]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The sum over examples of the elementwise squared gradients, each of its variable's shape."""

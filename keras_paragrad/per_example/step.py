@@ -27,7 +27,7 @@ from keras_paragrad.per_example.units import (
 )
 
 
-class Step:
+class CapturedCall:
     """Calls a layer, and calls back once the backward pass through it is complete.
 
     The caller holds a reference until then. A backward pass that reaches a dropped step raises a `ValueError`.
@@ -36,30 +36,25 @@ class Step:
         layer: The layer.
         finish: Takes the step, and returns a gradient for each of the layer's weights, which the backward pass adds to
             the plain one; `None` adds nothing.
-        detached: Whether the plain gradients are left out, so that the gradients of `finish` replace them.
+        skip_plain_gradients: Whether the plain gradients are left out, so that the gradients of `finish` replace them.
         loss: Records the loss.
     """
 
     def __init__(
         self,
         layer: keras.layers.Layer,
-        finish: Callable[["Step"], Sequence[GradientTensor | None]],
-        detached: bool,
+        finish: Callable[["CapturedCall"], Sequence[GradientTensor | None]],
+        skip_plain_gradients: bool,
         loss: "LossRecord",
     ):
-        self.layer, self.finish, self.detached, self.loss = layer, finish, detached, loss
+        self.layer, self.finish, self.skip_plain_gradients, self.loss = layer, finish, skip_plain_gradients, loss
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Structure:
         """Calls the layer, and records its units' calls in `capture`."""
         check_separable_layer(self.layer, *arguments, training=keywords.get("training") is not False)
         units = units_for(self.layer, arguments, keywords)
-        self.capture = Capture(self.layer, units, self._anchor(), self.detached)
+        self.capture = Capture(self.layer, units, self._anchor(), self.skip_plain_gradients)
         return self.capture(*arguments, **keywords)
-
-    def quantities(self) -> tuple[Quantities, tf.Tensor]:
-        """The per-example quantities, and the factor that scales their gradients: see `LossRecord.factor`."""
-        quantities = Quantities(self.capture.recorded, self.layer.trainable_variables)
-        return quantities, self.loss.factor(quantities)
 
     def _anchor(self) -> tf.Tensor:
         """A scalar whose gradient calls `finish`; any gradient of the weights triggers it, as they are inputs."""
@@ -119,33 +114,17 @@ class LossRecord:
             ValueError: A loss is not a sum over the examples, or the outputs' losses have different divisors.
         """
         check_separable_model(self.model)
-        batch = quantities.batch
         for term in self.terms:
             check_separable_loss(term, quantities.variables)
-        # Of a custom loss, the reduction can't be observed.
-        summed = not self._is_custom and self._has_summed_losses()
-        divisors = {} if self._is_custom else dict(_divisor_of(term, batch) for term in self.terms)
-        if len(divisors) > 1:
-            raise ValueError(
-                "The losses of this model's outputs have different reductions "
-                f"({', '.join(str(term.loss.reduction) for term in self.terms)}), so no single factor turns an "
-                "example's share of the gradient into its own. Use reduction='sum_over_batch_size' for all of them."
-            )
-        if not divisors:
-            divisors = {SUM: tf.constant(1.0)} if summed else self._declared_divisor(batch)
-        if summed and SUM not in divisors:
-            raise ValueError(
-                "A layer calls add_loss() with one value per example, which Keras sums, while the compiled loss is a "
-                "mean, so no single factor turns an example's share of the gradient into its own. Write "
-                "add_loss(keras.ops.mean(values)), or compile with a loss of reduction='sum'."
-            )
-        ((kind, divisor),) = divisors.items()
+        kind, divisor = self._divisor(tf.cast(quantities.batch, "float32"))
         weight = None if self.model is None else replica_weight_of(self.model)
         if weight is None:
             # Keras divides by the number of replicas, unless the loss is a sum.
             weight = 1.0 if kind == SUM else 1 / replica_count()
+        optimizer, one = getattr(self.model, "optimizer", None), tf.constant(1.0)
+        loss_scale = one if optimizer is None else tf.cast(optimizer.scale_loss(one), "float32")
         # The weight is zero on a replica without examples.
-        return tf.math.divide_no_nan(divisor, weight * self._loss_scale())
+        return tf.math.divide_no_nan(divisor, weight * loss_scale)
 
     def warn_of_masks(self) -> None:
         """Warns where an example's norm depends on the masks of the others."""
@@ -170,47 +149,40 @@ class LossRecord:
         finite = [tf.math.is_finite(example_losses(term)) for term in self.terms]
         return tf.reduce_all(tf.stack([tf.ones([batch], tf.bool), *finite]), 0)
 
-    @property
-    def _is_custom(self) -> bool:
-        """Whether the model overrides how its loss is computed."""
-        return self.model is not None and (overrides_compute_loss(self.model) or overrides_train_step(self.model))
+    def _divisor(self, rows: tf.Tensor) -> tuple[DivisorKey, tf.Tensor]:
+        """The key of what the loss is divided by, and how often an example's share of it is in the example's own loss.
 
-    def _has_summed_losses(self) -> bool:
-        """Whether a layer of the model added a loss of several values, which Keras sums."""
-        summed = self.model is not None and any(summed_by_keras(self.model))
-        if summed and self.reduction == "sum_over_batch_size":
+        A mean over all values of a batch is the mean of its examples' own means, and so is a masked one.
+        """
+        model, one = self.model, tf.constant(1.0)
+        custom = model is not None and (overrides_compute_loss(model) or overrides_train_step(model))
+        divisors: dict[DivisorKey, tf.Tensor] = {}
+        # Of a custom loss, the reduction can't be observed.
+        for term in () if custom else self.terms:
+            key, divisor = divisor_of(term)
+            if key != SUM and term.loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
+                divisors[key] = divisor * rows / tf.cast(tf.size(term.weights), "float32")
+            else:
+                divisors[SUM if key == SUM else SIZE] = one if key == SUM else rows
+        if len(divisors) > 1:
             raise ValueError(
-                "loss_reduction='sum_over_batch_size' means that losses are averaged over the examples, but a layer "
-                "calls add_loss() with several values, which Keras sums. Write loss_reduction='sum', or "
-                "add_loss(keras.ops.mean(values))."
+                "The losses of this model's outputs have different reductions "
+                f"({', '.join(str(term.loss.reduction) for term in self.terms)}), so no single factor turns an "
+                "example's share of the gradient into its own. Use reduction='sum_over_batch_size' for all of them."
             )
-        return summed
-
-    def _declared_divisor(self, batch: tf.Tensor) -> dict[DivisorKey, tf.Tensor]:
-        """The divisor of a loss that the model computes itself: its batch's size, or 1 for a sum."""
-        if self.reduction is None and self._is_custom:
+        if model is not None and not custom and any(summed_by_keras(model)):
+            if divisors and SUM not in divisors:
+                raise ValueError(
+                    "A layer calls add_loss() with one value per example, which Keras sums, while the compiled loss is "
+                    "a mean, so no single factor turns an example's share of the gradient into its own. Write "
+                    "add_loss(keras.ops.mean(values)), or compile with a loss of reduction='sum'."
+                )
+            return SUM, one
+        if divisors:
+            return next(iter(divisors.items()))
+        if self.reduction is None and custom:
             raise ValueError(
-                f"{type(self.model).__name__} computes its own loss, and whether that is a mean or a sum over the "
-                "examples is unknown. Write PerExampleGradients(..., loss_reduction='sum_over_batch_size'), or 'sum'."
+                f"{type(model).__name__} computes its own loss, and whether that is a mean or a sum over the examples "
+                "is unknown. Write PerExampleGradients(..., loss_reduction='sum_over_batch_size'), or 'sum'."
             )
-        if self.reduction == "sum":
-            return {SUM: tf.constant(1.0)}
-        return {SIZE: tf.cast(batch, "float32")}
-
-    def _loss_scale(self) -> tf.Tensor:
-        """What the optimizer multiplies the loss by; 1 without a loss scale."""
-        one = tf.constant(1.0)
-        optimizer = getattr(self.model, "optimizer", None)
-        return one if optimizer is None else tf.cast(optimizer.scale_loss(one), "float32")
-
-
-def _divisor_of(term: LossTerm, batch: tf.Tensor) -> tuple[DivisorKey, tf.Tensor]:
-    """The key of what a loss is divided by, and how often an example's share of it is in its own loss."""
-    key, divisor = divisor_of(term)
-    if key == SUM:
-        return key, divisor
-    rows = tf.cast(batch, "float32")
-    if term.loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
-        return key, divisor * rows / tf.cast(tf.size(term.weights), "float32")
-    # A masked mean, too, is of the examples.
-    return SIZE, rows
+        return (SUM, one) if self.reduction == "sum" else (SIZE, rows)

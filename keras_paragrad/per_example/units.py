@@ -29,84 +29,69 @@ _FIRST = 3
 _DRAWS = ((True, 0.1, 0.9), (True, -3.0, 3.0), (False, -3.0, 3.0))
 # Changed rows lie before, between and after the compared ones, to find losses of neighbouring pairs.
 _CHANGED = [0, 3]
-# What a loss does, as clauses of an error.
-COMPARES = "compares examples: its value for one depends on the others in the batch, or on how many there are"
-ASSIGNS = "assigns variables, which each part of a batch would change in turn"
 
 
-class _AssignsError(Exception):
-    """The loss assigns variables."""
+def mixes_examples(term: LossTerm) -> bool:
+    """Whether a loss's value for one example depends on the others in the batch, or on how many there are.
 
-
-def find_mixing(term: LossTerm, *, one_value_each: bool = False) -> str | None:
-    """Why parts of a batch don't give a loss's values for its examples: `COMPARES`, `ASSIGNS`, or `None`.
-
-    Tries the loss on synthetic rows with the shapes of the term's targets and predictions. Also `None` if it can't be
-    called on these, or returns a scalar. If `one_value_each`, a loss that flattens examples and their elements into one
-    axis counts as mixing.
+    Tries the loss on synthetic rows with the shapes of the term's targets and predictions. Also false if it can't be
+    called on these, or returns a scalar. A loss that flattens examples and their elements into one axis mixes them.
     """
     traced = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
 
-    def compute(y_true: Structure, y_pred: Structure) -> tf.Tensor:
-        # A scope takes what is assigned to Keras's variables.
-        with keras.StatelessScope() as scope:
+    def compute(y_true: Structure, y_pred: Structure) -> np.ndarray:
+        # The scope takes what is assigned to Keras's variables.
+        with keras.StatelessScope():
             graph = traced.get_concrete_function(y_true, y_pred).graph
-        if scope.state_mapping or assigned_resources(graph):
-            raise _AssignsError
-        return traced(y_true, y_pred)
+        if assigned_resources(graph):
+            raise Inconclusive("the loss assigns to a variable that is unknown to Keras")
+        return np.asarray(traced(y_true, y_pred), "float64")
 
-    def find(draws: tuple[tuple[bool, float, float], ...]) -> str | None:
+    def find(draws: tuple[tuple[bool, float, float], ...]) -> bool:
         if has_value_per_example(term.loss):
-            return None
-        answers, failures = [], []
-        for draw in draws:
+            return False
+        answers: list[bool] = []
+        failures: list[Exception] = []
+        for labels, low, high in draws:
             try:
-                answers.append(_mixes(term, compute, one_value_each, *draw))
-            except _AssignsError:
-                return ASSIGNS
+                first, second = (
+                    (
+                        synthetic_rows(term.y_true, _ROWS, seed=seed, labels=labels),
+                        synthetic_rows(term.y_pred, _ROWS, seed=seed + 1, low=low, high=high),
+                    )
+                    for seed in (0, 2)
+                )
+                answers.append(_mixes(compute, *change_rows(first, second, _CHANGED)))
             except Exception as error:
                 # A loss for embeddings may reject labels, and a loss for probabilities may reject logits.
                 failures.append(error)
         if not answers:
             raise failures[0]
-        return COMPARES if any(answers) else None
+        return any(answers)
 
     # One choice: all draws.
-    return run_trial(find, _DRAWS, otherwise=None, question=f"whether the loss {term.loss.name!r} compares examples")
+    return run_trial(find, _DRAWS, otherwise=False, question=f"whether the loss {term.loss.name!r} compares examples")
 
 
-def _mixes(
-    term: LossTerm, compute: Callable[..., tf.Tensor], one_value_each: bool, labels: bool, low: float, high: float
-) -> bool:
-    """Whether the losses of some rows, as `compute` returns them, change with other rows or when the batch is split."""
-
-    def values(y_true: Structure, y_pred: Structure) -> np.ndarray:
-        losses = np.asarray(compute(y_true, y_pred), "float64")
-        # The loss may flatten the elements of an example into the axis of examples.
-        rows = len(keras.tree.flatten(y_pred)[0])
-        return losses if not losses.ndim or len(losses) % rows or one_value_each else losses.reshape(rows, -1)
+def _mixes(compute: Callable[..., np.ndarray], whole: Any, changed: Any) -> bool:
+    """Whether the losses of unchanged rows change with the others, or when the batch is split."""
 
     def match(one: np.ndarray, other: np.ndarray) -> bool:
         return np.allclose(one, other, atol=LOSS * np.abs(one[np.isfinite(one)]).max(initial=1.0), equal_nan=True)
 
-    def draw(seed: int) -> tuple[Any, Any]:
-        y_true = synthetic_rows(term.y_true, _ROWS, seed=seed, labels=labels)
-        return y_true, synthetic_rows(term.y_pred, _ROWS, seed=seed + 1, low=low, high=high)
-
-    whole, changed = change_rows(draw(0), draw(2), _CHANGED)
-    before, after = values(*whole), values(*changed)
+    before, after = compute(*whole), compute(*changed)
     if not before.ndim:
         return False
     if before.shape[:1] != (_ROWS,):
         return True
-    if not match(before, values(*whole)):
+    if not match(before, compute(*whole)):
         raise Inconclusive("the loss is random")
     unchanged = [row for row in range(_ROWS) if row not in _CHANGED]
     check_finite([before[unchanged]], "the losses")
     if not match(before[unchanged], after[unchanged]):
         return True
     try:
-        parts = [values(*take_rows(whole, *rows)) for rows in ((0, _FIRST), (_FIRST, _ROWS))]
+        parts = [compute(*take_rows(whole, *rows)) for rows in ((0, _FIRST), (_FIRST, _ROWS))]
     except Exception:
         # For example a loss of pairs, called with an odd number of rows.
         return True
@@ -176,7 +161,9 @@ def _walk(layer: keras.layers.Layer, indivisible: Collection[int]) -> Iterator[U
     if not layer.trainable_variables:
         return
     rule = rule_for(layer)
-    if rule is None and (id(layer) in indivisible or _owns_weights(layer)):
+    of_children = {id(variable) for child in children(layer) for variable in child.trainable_variables}
+    owns_weights = any(id(variable) not in of_children for variable in layer.trainable_variables)
+    if rule is None and (id(layer) in indivisible or owns_weights):
         rule = _GENERIC
         _LOGGER.info(
             "%s has no per-example rule, so its gradients are computed one example at a time. To make that faster, "
@@ -190,12 +177,6 @@ def _walk(layer: keras.layers.Layer, indivisible: Collection[int]) -> Iterator[U
         yield from _walk(child, indivisible)
 
 
-def _owns_weights(layer: keras.layers.Layer) -> bool:
-    """Whether a layer trains weights that belong to none of its sublayers."""
-    of_children = {id(variable) for child in children(layer) for variable in child.trainable_variables}
-    return any(id(variable) not in of_children for variable in layer.trainable_variables)
-
-
 # For each layer, by the arguments' signature: the name of the first sublayer that mixes examples, or `None`.
 _MIXING_LAYERS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 _SEPARABLE_LOSSES: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
@@ -204,7 +185,7 @@ _SEPARABLE_LOSSES: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 def check_separable_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = True) -> None:
     """Raises a `ValueError` if a built layer mixes examples; cached by its sublayers and the arguments."""
     cache = _MIXING_LAYERS.setdefault(layer, {})
-    key = (training, *layers_of(layer), *call_signature(arguments))
+    key = (training, *call_signature(layer, arguments))
     if key not in cache:
         cache[key] = find_mixing_layer(layer, *arguments, training=training)
     if cache[key]:
@@ -244,7 +225,7 @@ def check_separable_loss(term: LossTerm, variables: Sequence[keras.Variable]) ->
             f"The loss {loss.name!r} returns one number for the whole batch, so an example has no loss of its own. "
             "Return one value per example; for Dice and Tversky, pass axis= without the batch axis 0."
         )
-    if find_mixing(term, one_value_each=True) == COMPARES:
+    if mixes_examples(term):
         raise ValueError(
             f"The value of the loss {loss.name!r} for one example depends on the others in the batch, so an example "
             "has no gradient of its own. Use a loss that is a sum over the examples."
@@ -299,14 +280,10 @@ def example_losses(term: LossTerm) -> tf.Tensor:
     return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))
 
 
-def layers_of(layer: keras.layers.Layer) -> list[Any]:
-    """A cache key: a layer's sublayers, which `pop` and `add` change."""
-    return [weakref.ref(inner) for inner in layer_and_sublayers(layer)]
-
-
-def call_signature(arguments: object) -> list[object]:
-    """A cache key: the dtypes and shapes of nested arguments, without the batch axis."""
-    return [
+def call_signature(layer: keras.layers.Layer, arguments: object) -> tuple[object, ...]:
+    """A cache key: a layer's sublayers, which `pop` and `add` change; dtypes and shapes without the batch axis."""
+    specs = [
         (value.dtype, *value.shape[1:]) if tf.is_tensor(value) or isinstance(value, tf.TensorSpec) else repr(value)
         for value in keras.tree.flatten(arguments)
     ]
+    return (*map(weakref.ref, layer_and_sublayers(layer)), *specs)

@@ -22,7 +22,7 @@ from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs_of
 from keras_paragrad.engine.trials.trial import is_trial
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, check_capacity, default_capacity
-from keras_paragrad.per_example.step import LossRecord, Step
+from keras_paragrad.per_example.step import CapturedCall, LossRecord
 
 QUANTITIES = ("norms", "gradients", "second_moment")
 REDUCTIONS = ("sum_over_batch_size", "sum")
@@ -167,11 +167,11 @@ class PerExampleGradients(keras.layers.Wrapper):
         # The optimizer counts an update only once its batch exists.
         count_after(keras.tree.flatten(inputs))
         loss = LossRecord(self.loss_reduction)
-        step = Step(self.layer, self._finish, self._replaces_gradients(), loss)
-        self._steps[replica_index()].append(step)
+        captured = CapturedCall(self.layer, self._finish, self._replaces_gradients(), loss)
+        self._steps[replica_index()].append(captured)
         with announcing("tracing the gradients of single examples"):
-            outputs = step(inputs, *args, **kwargs)
-        for added_loss in step.capture.losses:
+            outputs = captured(inputs, *args, **kwargs)
+        for added_loss in captured.capture.reads.losses:
             self.add_loss(added_loss)
         return outputs
 
@@ -256,33 +256,34 @@ class PerExampleGradients(keras.layers.Wrapper):
             raise ValueError(f"There are no {name} before the layer is built. Call or fit the model first.")
         return getattr(self._results, name)
 
-    def _finish(self, step: Step) -> list[GradientTensor | None]:
-        """Called after the backward pass through the layer: stores its results, and returns gradients for `Step`."""
+    def _finish(self, call: CapturedCall) -> list[GradientTensor | None]:
+        """Called after the backward pass through the layer: stores its results, and returns the weights' gradients."""
         # Replicas may run a collective between the forward and the backward pass, so each keeps its own calls.
         steps = self._steps[replica_index()]
         for pending in steps:
             pending.loss.close()
         # Earlier calls are dropped, and raise an error if the backward pass reaches them too.
         steps.clear()
-        steps.append(step)
-        quantities, factor = step.quantities()
+        steps.append(call)
+        quantities = Quantities(call.capture.recorded, self.layer.trainable_variables)
+        factor = call.loss.factor(quantities)
         norms = self._results.assign(quantities, factor)
         # The plain gradients are kept.
-        if not step.detached:
+        if not call.skip_plain_gradients:
             return [None] * len(quantities.variables)
         if not self.reweights:
             return quantities.weighted_sums(tf.ones(tf.reshape(quantities.batch, [1])))
-        return self._reweighted_gradients(quantities, norms, factor, step)
+        return self._reweighted_gradients(quantities, norms, factor, call)
 
     def _reweighted_gradients(
-        self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
+        self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, call: CapturedCall
     ) -> list[GradientTensor | None]:
         """Each weight's sum of reweighted per-example gradients, or `None`.
 
         `factor` scales norms in `quantities` to norms for each example's own loss, as `norms` are.
         """
-        step.loss.warn_of_masks()
-        return quantities.weighted_sums(self._example_weights(norms, step), norms)
+        call.loss.warn_of_masks()
+        return quantities.weighted_sums(self._example_weights(norms, call), norms)
 
     def _replaces_gradients(self) -> bool:
         """Whether the update is summed from the per-example gradients, rather than left to the plain backward pass.
@@ -296,12 +297,12 @@ class PerExampleGradients(keras.layers.Wrapper):
         dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers}
         return compiled_by_xla() and dtypes <= {"float32", "float64"}
 
-    def _example_weights(self, norms: Any, step: Step) -> tf.Tensor:
+    def _example_weights(self, norms: Any, call: CapturedCall) -> tf.Tensor:
         """Each example's weight in the update."""
         if self.transform is None:
             finite = tf.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
             # If the loss scale may be the cause, NaN makes its optimizer skip the update and lower the scale.
-            nonfinite = tf.where(step.loss.may_overflow(tf.shape(norms)[0]), float("nan"), 0.0)
+            nonfinite = tf.where(call.loss.may_overflow(tf.shape(norms)[0]), float("nan"), 0.0)
             return tf.where(tf.math.is_finite(norms), finite, nonfinite)
         weights: Any = tf.convert_to_tensor(self.transform(norms))
         if weights.shape.rank != 1:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.extras import require
@@ -22,7 +21,7 @@ from keras_paragrad.privacy.accounting import ACCOUNTANTS, check_updates
 from keras_paragrad.privacy.adaptive import AdaptiveClip
 from keras_paragrad.privacy.calibration import gradient_noise_multiplier, last_that, noise_multiplier
 from keras_paragrad.privacy.clipping import ClipNorm
-from keras_paragrad.privacy.ledger import Entry, Event, dp_event, epsilon_of
+from keras_paragrad.privacy.ledger import Entry, Event, count_by_event, dp_event, epsilon_of
 from keras_paragrad.privacy.releases import Releases
 from keras_paragrad.privacy.sampling import least_rows, truncation_probability
 from keras_paragrad.privacy.update import rows_of_update
@@ -110,7 +109,8 @@ class Privacy(InNotebooks):
         """
         stated = [check_updates(*update) for update in updates]
         self._releases.replace_unknown(
-            Entry(secrets.randbits(62), 0, 0, 0, Event(noise, rate), count) for noise, rate, count, _ in stated
+            Entry(secrets.randbits(62), 0, Event(update.noise_multiplier, update.sampling_rate), update.updates)
+            for update in stated
         )
 
     @property
@@ -210,8 +210,8 @@ class Privacy(InNotebooks):
 
     def epsilon_of(self, entries: Sequence[Entry], further: int = 0) -> float:
         """Epsilon of ledger entries, and of a number of further updates with the current settings."""
-        event = (self.event_of_update, further) if further else None
-        return epsilon_of(entries, self.settings.delta, self.settings.accountant, event)
+        added = [Entry(0, 0, self.event_of_update, further)] if further else []
+        return epsilon_of([*entries, *added], self.settings.delta, self.settings.accountant)
 
     @property
     def updates_left(self) -> int | None:
@@ -274,13 +274,10 @@ class Privacy(InNotebooks):
 
     def _describe_updates(self, entries: Sequence[Entry]) -> str:
         """Sentences that state how many updates of each kind were made, with their sampling and noise."""
-        counts: dict[Event, int] = {}
-        for entry in entries:
-            if not entry.is_unknown and entry.updates:
-                counts[entry.event] = counts.get(entry.event, 0) + entry.updates
+        counts = count_by_event(entries)
         current = self.event_of_update if self.examples_if_known is not None else None
         if not counts and current is not None:
-            counts[current] = 0
+            counts = {current: 0}
         sentences = []
         for event, updates in counts.items():
             examples = f"each of {self.examples} examples" if event == current else "each example"
@@ -309,63 +306,50 @@ def _describe_clip(clip: ClipNorm) -> str:
 
 
 class UpdateCounter(keras.callbacks.Callback):
-    """Starts or continues a run at each epoch, and counts updates on the host. Runs after callbacks that load weights.
+    """Begins a run at each epoch, and counts updates on the host. Runs after callbacks that load weights.
 
-    A run is a sequence of updates whose samples and noise are drawn with one key; its updates are numbered from 0.
-
-    `begin` is `Releases.begin_epoch`, `skipped` returns how many batches an epoch skips because an interrupted `fit`
+    `begin` begins the epoch's run, `skipped` returns how many batches an epoch skips because an interrupted `fit`
     trained on them, and `whole` says whether each epoch must have all of its updates.
 
     Attributes:
-        first: Number of the epoch's first update.
-        end: Number of the first update beyond the budget, or `None` without a budget.
-        spent: The ledger's entries before this epoch.
+        end: Number of updates of the epoch, skipped ones included.
+        ends_budget: Whether they take all that is left of the budget.
     """
 
-    def __init__(
-        self, privacy: Privacy, begin: Callable[[], tuple[int, int]], skipped: Callable[[], int], *, whole: bool
-    ):
+    def __init__(self, privacy: Privacy, begin: Callable[[int], None], skipped: Callable[[], int], *, whole: bool):
         super().__init__()
         self.privacy, self._begin, self._skipped, self._whole = privacy, begin, skipped, whole
-        # Numbers of the next update when the epoch began, and of the first one that isn't in the ledger yet.
-        self._next, self._accounted = 0, 0
-        self.first = 0
-        self.end: int | None = None
-        self.spent: list[Entry] = []
+        # On replicas a batch is read, to build with, before an epoch begins.
+        self.end, self.ends_budget = privacy.updates_per_epoch, False
+        # The updates that the epoch skips, and the ledger's entries before the others.
+        self._first = 0
+        self._spent: list[Entry] = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Reads from the ledger how many updates the budget has left, also after weights were loaded."""
-        self._next, repeated = self._begin()
-        self._accounted = self._next + repeated
-        self.first = self._next - self._skipped()
-        self.spent = self.privacy.entries()
+        self._first = self._skipped()
+        self._begin(self._first)
+        self._spent, self.end = self.privacy.entries(), self.privacy.updates_per_epoch
         left = self.privacy.updates_left
-        self.end = None if left is None else self._accounted + left
-        if self.end == self._next:
+        if left == 0:
             raise ValueError(self.privacy.spent_budget_message())
-        if self.end is not None and self._whole and self.end < self.first + self.privacy.updates_per_epoch:
-            raise ValueError(
-                f"Weights were loaded within fit, and what they have released leaves {left} updates of the budget, "
-                "less than an epoch. Load them before fit()."
-            )
-
-    def update_numbers(self) -> np.ndarray:
-        """The numbers of the epoch's updates; skipped updates may have any, as their rows are never read."""
-        last = self.first + self.privacy.updates_per_epoch
-        return np.maximum(np.arange(self.first, last if self.end is None else min(last, self.end)), 0)
+        self.ends_budget = left is not None and self._first + left <= self.end
+        if left is not None and self._first + left < self.end:
+            if self._whole:
+                raise ValueError(
+                    f"Weights were loaded within fit, and what they have released leaves {left} updates of the "
+                    "budget, less than an epoch. Load them before fit()."
+                )
+            self.end = self._first + left
 
     def number_after(self, batch: int) -> int:
-        """The number of the next update after a batch of the epoch, without waiting for the device."""
+        """How many updates of the epoch are made after a batch, without waiting for the device."""
         # With steps_per_execution, Keras counts beyond the end of an epoch.
-        return self.first + min(batch + 1, self.privacy.updates_per_epoch)
+        return min(batch + 1, self.privacy.updates_per_epoch)
 
     def epsilon_after(self, batch: int) -> float:
         """Epsilon after a batch of the epoch, without waiting for the device."""
-        return self.privacy.epsilon_of(self.spent, max(0, self.number_after(batch) - self._accounted))
-
-    def end_of_fit(self, epoch: int) -> int:
-        """The number of the first update beyond this `fit`, which is in the given epoch."""
-        return self.first + (self.params["epochs"] - epoch) * self.privacy.updates_per_epoch
+        return self.privacy.epsilon_of(self._spent, max(0, self.number_after(batch) - self._first))
 
 
 class EpsilonLogs(keras.callbacks.Callback):
@@ -387,9 +371,12 @@ class EpsilonLogs(keras.callbacks.Callback):
             self._epsilon = counter.epsilon_after(batch)
         if logs is not None:
             logs["epsilon"] = self._epsilon
-        if counter.end is None or self.model.stop_training:
+        after = counter.number_after(batch)
+        is_last = self._epoch + 1 == self.params["epochs"] and after == self.privacy.updates_per_epoch
+        if not counter.ends_budget or after < counter.end or is_last or self.model.stop_training:
             return
-        if counter.end_of_fit(self._epoch) > counter.number_after(batch) >= counter.end:
+        # An epoch that repeats another one of the same seed takes nothing of the budget.
+        if self.privacy.updates_left == 0:
             self.model.stop_training = True
             _log.warning(
                 "%d updates were made, as many as make_private(target_epsilon=%g, epochs=%d) allows: training stops. "

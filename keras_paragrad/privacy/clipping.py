@@ -24,7 +24,7 @@ from keras_paragrad.engine.step.building import build_by_calling
 from keras_paragrad.engine.trials.trial import SIZES, STATE, TINY, is_trial, run_trial, synthetic_rows
 from keras_paragrad.per_example.mixing_layers import change_rows
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.step import Step
+from keras_paragrad.per_example.step import CapturedCall
 from keras_paragrad.per_example.units import units_of
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
@@ -99,18 +99,18 @@ class PrivateGradients(PerExampleGradients):
         return sum(bound**2 for _, bound in self.bounds()) ** 0.5
 
     def _reweighted_gradients(
-        self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
+        self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, call: CapturedCall
     ) -> list[GradientTensor | None]:
         """Each weight's sum of clipped gradients, or `None`.
 
         `factor` scales norms in `quantities` to norms for each example's own loss, as `norms` are.
         """
-        _check_losses(step)
+        _check_losses(call)
         # A NaN or an overflow in one group drops the example from all of them.
-        unclipped_weights = tf.cast(tf.math.is_finite(norms), "float32") * self._scale(step)
+        unclipped_weights = tf.cast(tf.math.is_finite(norms), "float32") * self._scale(call)
         state: ClipState | None = self.__dict__["state"]
         if state is not None:
-            state.count(norms, step.loss.terms[0].sample_weight)
+            state.count(norms, call.loss.terms[0].sample_weight)
         if not (bounds := self.bounds()):
             return quantities.weighted_sums(_clipped_weights(norms, self.sensitivity, unclipped_weights), norms)
         sums: list[GradientTensor | None] = [None] * len(quantities.variables)
@@ -121,9 +121,9 @@ class PrivateGradients(PerExampleGradients):
                 sums[index] = sums[index] if total is None else total
         return sums
 
-    def _scale(self, step: Step) -> tf.Tensor | float:
+    def _scale(self, call: CapturedCall) -> tf.Tensor | float:
         """The factor from the step's mean or sum over examples to a sum over the expected batch size."""
-        terms = step.loss.terms
+        terms = call.loss.terms
         if self.rows is None or not terms:
             raise ValueError(
                 f"{self.name!r} belongs to a private model, whose steps have to run in its own fit: each update draws "
@@ -172,14 +172,14 @@ def _check_pattern(pattern: Any) -> str:
         ) from error
 
 
-def _check_losses(step: Step) -> None:
+def _check_losses(call: CapturedCall) -> None:
     """Refuses losses in which one example's share depends on the other examples."""
-    if step.loss.model is not None and added_losses(step.loss.model):
+    if call.loss.model is not None and added_losses(call.loss.model):
         raise ValueError(
             "A layer adds a loss with add_loss() or an activity regularizer. It is not clipped per example. Make it a "
             "part of the loss that is passed to compile, or remove it; regularizers of weights are allowed."
         )
-    masked = [term.loss.name for term in step.loss.terms if term.mask is not None and not term.is_sum]
+    masked = [term.loss.name for term in call.loss.terms if term.mask is not None and not term.is_sum]
     if masked:
         raise ValueError(
             f"{', '.join(masked)} averages over what the masks of the whole batch keep, so one example's mask changes "
@@ -207,25 +207,16 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
     matching = [next((pattern for pattern in clip if re.search(pattern, name)), None) for name in names]
     for name, pattern in zip(names, matching, strict=True):
         if pattern is None:
-            meant = _misspelt([pattern for pattern in clip if pattern not in matching], names)
             raise ValueError(
-                f"clip_norm has no bound for the layer {name!r}, and each layer with weights needs one.{meant} Add "
-                "'.*': 1.0 to it, last, for the layers that nothing else matches."
+                f"clip_norm has no bound for the layer {name!r}, and each layer with weights needs one. Add '.*': "
+                "1.0 to it, last, for the layers that nothing else matches."
             )
     if unused := [pattern for pattern in clip if pattern not in matching]:
         raise ValueError(
-            f"The regular expressions {unused} in clip_norm match no layer that earlier ones don't."
-            f"{_misspelt(unused, names)} The layers with trainable weights are {', '.join(names)}."
+            f"The regular expressions {unused} in clip_norm match no layer that earlier ones don't. The "
+            f"layers with trainable weights are {', '.join(names)}."
         )
     return [(layer, clip[pattern]) for layer, pattern in zip(layers, matching, strict=True) if pattern is not None]
-
-
-def _misspelt(patterns: Sequence[str], names: Sequence[str]) -> str:
-    """Sentences that suggest layers for patterns that match none."""
-    unmatched = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
-    parts = [*names, *(part for name in names for part in name.split("/"))]
-    found = [(pattern, did_you_mean(pattern, parts)) for pattern in unmatched]
-    return "".join(f" {pattern!r} matches no layer.{meant}" for pattern, meant in found if meant)
 
 
 def _groups(

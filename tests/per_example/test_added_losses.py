@@ -75,10 +75,6 @@ def test_a_sum_beside_a_mean_is_refused():
     wrapped.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"add_loss\(keras.ops.mean\(values\)\)"):
         wrapped.fit(X, Y, verbose=0)
-    wrapped = wrap(make_model(values), loss_reduction="sum_over_batch_size")
-    wrapped.compile("sgd")
-    with pytest.raises(ValueError, match="Write loss_reduction='sum'"):
-        wrapped.fit(X, Y, verbose=0)
 
 
 def trained(reduce, weighting=None, size=None, steps=None, compiled="sum", batch_size=10):

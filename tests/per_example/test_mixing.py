@@ -11,7 +11,7 @@ from sample_models.mixing import Updating
 from keras_paragrad import per_example_norms, wrap
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
-from keras_paragrad.per_example.units import ASSIGNS, COMPARES, find_mixing
+from keras_paragrad.per_example.units import mixes_examples
 from keras_paragrad.privacy.clipping import layers_storing_examples
 
 X, Y = np.random.default_rng(0).normal(size=(6, 4)).astype("float32"), np.array([0, 1] * 3)
@@ -92,22 +92,22 @@ class Center(keras.losses.Loss):
 @pytest.mark.parametrize(
     ("loss", "targets", "found"),
     [
-        (keras.losses.Circle(), ((4,), "int32"), COMPARES),
-        (keras.losses.Circle(), ((4, 1), "float32"), COMPARES),
-        (mixing.InBatchNegatives(), ((4, 5), "float32"), COMPARES),
-        (mixing.OfPairs(), ((4, 5), "float32"), COMPARES),
-        (mixing.OfNeighbours(), ((4, 5), "float32"), COMPARES),
-        (mixing.DividesItself(), ((4, 5), "float32"), COMPARES),
-        (Center(), ((4, 5), "float32"), ASSIGNS),
-        (mixing.OfElements(), ((4, 5), "float32"), None),
-        (keras.losses.MeanSquaredError(), ((4, 5), "float32"), None),
-        (keras.losses.CategoricalCrossentropy(from_logits=True), ((4, 5), "float32"), None),
-        (keras.losses.SparseCategoricalCrossentropy(ignore_class=0), ((4,), "int32"), None),
-        (keras.losses.Dice(axis=-1), ((4, 5), "float32"), None),
+        (keras.losses.Circle(), ((4,), "int32"), True),
+        (keras.losses.Circle(), ((4, 1), "float32"), True),
+        (mixing.InBatchNegatives(), ((4, 5), "float32"), True),
+        (mixing.OfPairs(), ((4, 5), "float32"), True),
+        (mixing.OfNeighbours(), ((4, 5), "float32"), True),
+        (mixing.DividesItself(), ((4, 5), "float32"), True),
+        (Center(), ((4, 5), "float32"), True),
+        (mixing.OfElements(), ((4, 5), "float32"), True),
+        (keras.losses.MeanSquaredError(), ((4, 5), "float32"), False),
+        (keras.losses.CategoricalCrossentropy(from_logits=True), ((4, 5), "float32"), False),
+        (keras.losses.SparseCategoricalCrossentropy(ignore_class=0), ((4,), "int32"), False),
+        (keras.losses.Dice(axis=-1), ((4, 5), "float32"), False),
     ],
 )
 def test_losses(loss, targets, found):
-    assert find_mixing(LossTerm(loss, tf.zeros(*targets), tf.zeros((4, 5)), None)) == found
+    assert mixes_examples(LossTerm(loss, tf.zeros(*targets), tf.zeros((4, 5)), None)) == found
 
 
 def test_numbers_that_are_not_finite_are_not_compared(caplog):
@@ -117,7 +117,7 @@ def test_numbers_that_are_not_finite_are_not_compared(caplog):
         def call(self, y_true, y_pred):
             return ops.mean(y_pred) + ops.log(-1 - ops.abs(y_pred[:, 0]))
 
-    assert not find_mixing(LossTerm(OfNegatives(), tf.zeros([4, 1]), tf.zeros([4, 2]), None))
+    assert not mixes_examples(LossTerm(OfNegatives(), tf.zeros([4, 1]), tf.zeros([4, 2]), None))
     assert "the losses are not finite on synthetic rows" in caplog.text
     mixes = layers.Lambda(lambda x: ops.mean(x) + ops.log(-1 - ops.abs(x)))
     mixes.build((None, 3))

@@ -17,7 +17,7 @@ from sample_models.drawn_layers import DRAWN, RULES, LayerCase, randomize, some_
 from keras_paragrad.exports import modules_of
 from keras_paragrad.per_example import Generic, Rule, rules
 from keras_paragrad.per_example import rule as rule_module
-from keras_paragrad.per_example.rules import convolution, folded
+from keras_paragrad.per_example.rules import folded
 
 LOOPS = [kind for kind, rule in RULES.items() if isinstance(rule, Generic)]
 
@@ -96,19 +96,7 @@ def test_a_convolution_folded_into_channels(kind, data):
     case: LayerCase = with_channels_last(data.draw(DRAWN[kind]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folded, "CHUNK", data.draw(hypothesis.strategies.sampled_from([1, 300, folded.CHUNK])))
-        patch.setattr(folded, "FEW_TAPS", data.draw(hypothesis.strategies.sampled_from([0, folded.FEW_TAPS])))
         check(case.model(), case.inputs(), False, beside_plain=data.draw(hypothesis.strategies.booleans()))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["Conv2D", "DepthwiseConv2D"])
-@examples(2)
-@hypothesis.given(data=hypothesis.strategies.data())
-def test_a_convolution_with_taps_on_both_sides(kind, data):
-    case: LayerCase = data.draw(DRAWN[kind])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convolution, "MANY_TAPS", 2)
-        check(case.model(), case.inputs(), True, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
 
 TABLE = "docs/internals/rules_table.py"

@@ -19,15 +19,9 @@ from keras_paragrad.per_example.rules.windows import (
     Geometry,
     extract_windows,
     first_axis_first,
-    pad_images,
     spatial_sizes,
     to_channels_last,
 )
-
-# From this kernel size on, XLA is faster with taps split between both factors. On two cores, 64 images of 16x16x16 and
-# 7x7 taps took 3.8 ms instead of 6.4, 32 of 28x28x32 and 5x5 taps 10.8 instead of 15.4, but 64 of 8x8x64 and 3x3 taps
-# 2.7 instead of 2.1.
-MANY_TAPS = 5
 
 
 class Convolutional(Linear):
@@ -42,8 +36,8 @@ class Convolutional(Linear):
     def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
         return convolution_case(layer, pick)
 
-    def broadcast_bias(self, layer: keras.layers.Layer, rank: int) -> Sequence[int]:
-        return broadcast_convolution_bias(layer, rank)
+    def bias_shape_in_output(self, layer: keras.layers.Layer, rank: int) -> Sequence[int]:
+        return convolution_bias_shape(layer, rank)
 
     def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         return grouped_kernel(layer.kernel.shape, product, by_xla)
@@ -57,24 +51,7 @@ class ConvolutionRule(Convolutional):
         """The kernel's gradient: windows times cotangents."""
         layer = call.layer
         inputs, cotangent = to_channels_last(call.input, layer), to_channels_last(call.cotangent, layer)
-        if self.shares_taps(call):
-            return _product_of_shared_taps(inputs, cotangent, Geometry.of(layer))
         return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs), call.by_xla)
-
-    def shares_taps(self, call: Call) -> bool:
-        """Whether the taps are split between the factors, one axis each: see `_product_of_shared_taps`."""
-        layer = call.layer
-        inputs, cotangent = to_channels_last(call.input, layer), to_channels_last(call.cotangent, layer)
-        known = inputs.shape[1:].is_fully_defined() and cotangent.shape[1:].is_fully_defined()
-        if not (call.by_xla and known and inputs.shape.rank == 4 and self.groups(layer, inputs) == 1):
-            return False
-        has_many_taps = layer.kernel_size[0] >= MANY_TAPS and set(layer.strides) == {1}
-        return has_many_taps and not _is_ghost(math.prod(spatial_sizes(cotangent)), layer.kernel.shape)
-
-    def columns(self, call: Call) -> list[int]:
-        if self.shares_taps(call):
-            return []
-        return [call.cotangent.shape.rank - 1 if call.layer.data_format == "channels_last" else 1]
 
     def groups(self, layer: keras.layers.Layer, inputs: tf.Tensor) -> int:
         """The number of channel groups."""
@@ -174,28 +151,6 @@ def grouped_product(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry,
     return Product(_split_groups(patches, groups), _split_groups(merge_positions(cotangent)[:, :, tf.newaxis], groups))
 
 
-def _product_of_shared_taps(inputs: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry) -> Product:
-    """The kernel gradient, with the last axis's taps in the left factor and the first axis's in the right.
-
-    Each input row is paired with the cotangent rows whose windows contain it. Both factors together then hold as many
-    copies as the kernel has rows plus columns, rather than taps.
-    """
-    rows, columns = spatial_sizes(cotangent)
-    taps, dilation = geometry.kernel_size, geometry.dilation
-    reach = (taps[0] - 1) * dilation[0]
-    images: Any = tf.transpose(pad_images(inputs, geometry, [rows, columns])[:, : rows + reach], [0, 3, 1, 2])
-    by_column = [images[..., tap * dilation[1] : tap * dilation[1] + columns] for tap in range(taps[1])]
-    cotangent = tf.transpose(cotangent, [0, 3, 1, 2])
-    starts = [tap * dilation[0] for tap in range(taps[0])]
-    by_row = [tf.pad(cotangent, [[0, 0], [0, 0], [start, reach - start], [0, 0]]) for start in starts]
-    return Product(_positions_first(tf.concat(by_column, 1)), _positions_first(tf.concat(by_row, 1)))
-
-
-def _positions_first(side: tf.Tensor) -> tf.Tensor:
-    """`(batch, channels, *spatial)` as `(batch, 1, positions, channels)`; XLA folds the transpose into the product."""
-    return tf.transpose(merge_axes(side, 2, 4), [0, 2, 1])[:, tf.newaxis]
-
-
 def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
     """A kernel's gradient `(..., groups, taps x channels, columns)` in its own shape, after the leading axes."""
     leading = [-1] if product.shape.rank == 4 else []
@@ -203,10 +158,6 @@ def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor, by_xla: bool) -> t
     groups, rows, columns = sizes
     taps: Any = list(shape[:-2])
     channels = rows // math.prod(taps)
-    if groups == 1 and columns != shape[-1]:
-        # The product is one of `_product_of_shared_taps`.
-        split = tf.reshape(product, [*leading, taps[1], shape[2], taps[0], shape[3]])
-        return tf.transpose(split, [*range(len(leading)), *(len(leading) + axis for axis in (2, 0, 1, 3))])
     step = 1 if first_axis_first(groups * channels, by_xla) else -1
     if groups == 1 and (step == 1 or len(taps) == 1):
         return tf.reshape(product, [*leading, *shape])
@@ -216,7 +167,7 @@ def grouped_kernel(shape: tf.TensorShape, product: tf.Tensor, by_xla: bool) -> t
     return tf.reshape(in_order, [*leading, *shape])
 
 
-def broadcast_convolution_bias(layer: keras.layers.Layer, rank: int) -> Sequence[int]:
+def convolution_bias_shape(layer: keras.layers.Layer, rank: int) -> Sequence[int]:
     """The shape in which a convolution layer adds its bias to outputs of rank `rank`."""
     size = layer.bias.shape[0]
     return [1] * (rank - 1) + [size] if layer.data_format == "channels_last" else [1, size] + [1] * (rank - 2)
@@ -225,12 +176,6 @@ def broadcast_convolution_bias(layer: keras.layers.Layer, rank: int) -> Sequence
 def merge_positions(tensor: tf.Tensor) -> tf.Tensor:
     """`(batch, *spatial, channels)` as `(batch, positions, channels)`."""
     return merge_axes(tensor, 1, tensor.shape.rank - 1)
-
-
-def _is_ghost(positions: int, shape: Any) -> bool:
-    """Whether norms are cheaper from inner products of windows (ghost norms) than from the kernel's gradients."""
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    return positions * (rows + columns) <= rows * columns
 
 
 def _split_groups(patches: tf.Tensor, groups: int) -> tf.Tensor:

@@ -50,9 +50,6 @@ class DenseRule(Linear):
     def product(self, call: Call) -> Product:
         return _product(_merge_positions(call.input), _merge_positions(call.cotangent))
 
-    def columns(self, call: Call) -> list[int]:
-        return [call.cotangent.shape.rank - 1]
-
     def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         return drop_group_axis(product)
 

@@ -149,10 +149,6 @@ class EinsumRule(Linear):
         right = _sort_axes(call.cotangent, axes.outputs, axes.groups, axes.positions, axes.columns)
         return Product(left, right)
 
-    def columns(self, call: Call) -> list[int]:
-        axes = Axes.of(call.layer.equation, call.input.shape.rank)
-        return [axes.outputs.index(axis) for axis in axes.groups + axes.columns]
-
     def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         axes = Axes.of(layer.equation)
         return _unsort_axes(product, axes.groups + axes.rows + axes.columns, axes.kernel, layer.kernel.shape)

@@ -1,4 +1,4 @@
-"""Embeddings, also reversible, with and without LoRA: an example's gradient of lookups is zero in all other rows."""
+"""Embeddings, also reversible: an example's gradient of lookups is zero in all rows that it has not looked up."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,73 +10,13 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rule import Factors, Pick, Rule, RuleCase, register_rule
-from keras_paragrad.per_example.rules.linear import Product
-from keras_paragrad.per_example.rules.low_rank import drop_group_axis, make_with_lora
 
 # Up to this many lookups, comparing all pairs is faster than sorting.
 FEW_LOOKUPS = 128
 
 
-class TableGradients(NamedTuple):
-    """Each example's gradient of a table, nonzero only in the rows that it looked up.
-
-    Attributes:
-        indices: The rows, `(batch, lookups)`; one that is looked up twice gets the sum.
-        cotangents: Their gradients, `(batch, lookups, width)`.
-        size: Rows of the table.
-    """
-
-    indices: tf.Tensor
-    cotangents: tf.Tensor
-    size: int
-
-    def factors(self) -> Factors:
-        """The gradients as the rows looked up."""
-        return Factors((self.indices, self.cotangents), _TableLayout(self.size))
-
-    def gradients_to_keep(self) -> tf.Tensor | Factors:
-        """The gradients, as `Factors` where these take less memory."""
-        return self.factors().materialized() if (self.indices.shape[1] or 0) > self.size else self.factors()
-
-    def squared_norms(self) -> tf.Tensor:
-        """The squared norm of each example's gradient, `(batch,)`."""
-        indices, cotangents = self.indices, self.cotangents
-        if (indices.shape[1] or FEW_LOOKUPS + 1) <= FEW_LOOKUPS:
-            same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)
-            return tf.reduce_sum(same * tf.matmul(cotangents, cotangents, transpose_b=True), [1, 2])
-        _, values = self._sum_duplicates()
-        return tf.reduce_sum(tf.reshape(tf.reduce_sum(tf.square(values), 1), tf.shape(indices)), 1)
-
-    def second_moment(self) -> tf.Tensor:
-        """The sum over examples of squared gradients, `(size, width)`."""
-        indices, values = self._sum_duplicates()
-        return tf.math.unsorted_segment_sum(tf.square(values), indices, self.size)
-
-    def weighted_sum(self, weights: tf.Tensor) -> tf.IndexedSlices:
-        """The sum over examples of gradients times `weights` `(batch,)`, of shape `(size, width)`."""
-        width: Any = self.cotangents.shape[-1]
-        values = tf.reshape(self.cotangents * weights[:, tf.newaxis, tf.newaxis], [-1, width])
-        return tf.IndexedSlices(values, tf.reshape(self.indices, [-1]), tf.constant([self.size, width]))
-
-    def _sum_duplicates(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sums the cotangents of equal indices in each example: indices `(count,)` and sums `(count, width)`.
-
-        Each example has as many entries as lookups: the sums first, in sorted order, and then zeros.
-        """
-        order = tf.argsort(self.indices, axis=1, stable=True)
-        indices, cotangents = (tf.gather(tensor, order, batch_dims=1) for tensor in (self.indices, self.cotangents))
-        shape = tf.shape(indices)
-        batch, lookups = shape[0], shape[1]
-        changes = tf.pad(tf.cast(indices[:, 1:] != indices[:, :-1], tf.int32), [[0, 0], [1, 0]])
-        segments = tf.reshape(tf.cumsum(changes, axis=1) + tf.range(batch)[:, tf.newaxis] * lookups, [-1])
-        count = batch * lookups
-        values = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, cotangents.shape[-1]]), segments, count)
-        # An unused segment has the lowest integer as its index; clipped to 0, it adds zeros there.
-        return tf.maximum(tf.math.unsorted_segment_max(tf.reshape(indices, [-1]), segments, count), 0), values
-
-
 class _TableLayout(NamedTuple):
-    """The layout of table gradients stored as the rows looked up, which may repeat."""
+    """The layout of table gradients stored as the rows looked up, which may repeat; `size` is the table's rows."""
 
     size: int
 
@@ -85,50 +25,6 @@ class _TableLayout(NamedTuple):
         segments = tf.reshape(indices + tf.range(batch)[:, tf.newaxis] * self.size, [-1])
         rows = tf.math.unsorted_segment_sum(tf.reshape(values, [-1, width]), segments, batch * self.size)
         return tf.reshape(rows, [-1, self.size, width])
-
-
-class LowRankEmbedding(Rule):
-    """The table is E + s A B. The gradient of A, as narrow as the rank, is nonzero in the rows looked up. The gradient
-    of B is a dense layer's, sum_t (s A[i_t]) d_t'."""
-
-    formula = r"the rows looked up of $s \delta B^\top$, and $s \sum_t A_{i_t} \delta_t^\top$"
-    norms_without_gradients = "of $A$ always; of $B$ where that is cheaper"
-    configuration = "with LoRA"
-
-    def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
-        make = functools.partial(layer, input_dim=9, output_dim=pick([3, 1, 4]))
-        shape, vocabulary = pick([(7,), (), (1,), (2, 5)]), pick([2, 9])
-        return RuleCase(make_with_lora(make, pick([2, 1, 5]), pick([3.0, 2.0])), shape, vocabulary)
-
-    def suits(self, layer: keras.layers.Layer) -> bool:
-        return layer.lora_enabled and super().suits(layer)
-
-    def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
-        return [layer.lora_embeddings_a, layer.lora_embeddings_b]
-
-    def gradients(self, call: Call) -> list[tf.Tensor]:
-        return self.gradients_of_all([call])
-
-    def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        table, product = _factor_gradients(calls)
-        return [table.factors().materialized(), drop_group_axis(product.gradients())]
-
-    def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        table, product = _factor_gradients(calls)
-        return [table.gradients_to_keep(), drop_group_axis(product.gradients())]
-
-    def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        table, product = _factor_gradients(calls)
-        return [table.squared_norms(), product.squared_norms(calls[0].by_xla)]
-
-    def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        table, product = _factor_gradients(calls)
-        return [table.second_moment(), drop_group_axis(product.second_moment())]
-
-    def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        table, product = _factor_gradients(calls)
-        # Dense, like the plain gradient of A, which is multiplied by B before rows are looked up.
-        return [tf.convert_to_tensor(table.weighted_sum(weights)), drop_group_axis(product.weighted_sum(weights))]
 
 
 @register_rule(keras.layers.Embedding)
@@ -141,7 +37,6 @@ class EmbeddingRule(Rule):
 
     formula = "the rows looked up"
     norms_without_gradients = "always"
-    variants = (LowRankEmbedding(),)
 
     def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
         make = functools.partial(layer, input_dim=9, output_dim=pick([2, 1, 3, 4]))
@@ -154,19 +49,48 @@ class EmbeddingRule(Rule):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [_table_gradients(calls).factors().materialized()]
+        return [_TableLayout(calls[0].layer.input_dim)(*concatenate_lookups(calls))]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
-        return [_table_gradients(calls).gradients_to_keep()]
+        indices, cotangents = concatenate_lookups(calls)
+        kept = Factors((indices, cotangents), _TableLayout(calls[0].layer.input_dim))
+        return [kept.materialized() if (indices.shape[1] or 0) > calls[0].layer.input_dim else kept]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [_table_gradients(calls).squared_norms()]
+        indices, cotangents = concatenate_lookups(calls)
+        if (indices.shape[1] or FEW_LOOKUPS + 1) <= FEW_LOOKUPS:
+            same = tf.cast(indices[:, :, tf.newaxis] == indices[:, tf.newaxis], cotangents.dtype)
+            return [tf.reduce_sum(same * tf.matmul(cotangents, cotangents, transpose_b=True), [1, 2])]
+        _, values = _sum_duplicates(indices, cotangents)
+        return [tf.reduce_sum(tf.reshape(tf.reduce_sum(tf.square(values), 1), tf.shape(indices)), 1)]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [_table_gradients(calls).second_moment()]
+        indices, values = _sum_duplicates(*concatenate_lookups(calls))
+        return [tf.math.unsorted_segment_sum(tf.square(values), indices, calls[0].layer.input_dim)]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        return [_table_gradients(calls).weighted_sum(weights)]
+        indices, cotangents = concatenate_lookups(calls)
+        width: Any = cotangents.shape[-1]
+        values = tf.reshape(cotangents * weights[:, tf.newaxis, tf.newaxis], [-1, width])
+        shape = tf.constant([calls[0].layer.input_dim, width])
+        return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), shape)]
+
+
+def _sum_duplicates(indices: tf.Tensor, cotangents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums the cotangents of equal indices in each example: indices `(count,)` and sums `(count, width)`.
+
+    Each example has as many entries as lookups: the sums first, in sorted order, and then zeros.
+    """
+    order = tf.argsort(indices, axis=1, stable=True)
+    indices, cotangents = (tf.gather(tensor, order, batch_dims=1) for tensor in (indices, cotangents))
+    shape = tf.shape(indices)
+    batch, lookups = shape[0], shape[1]
+    changes = tf.pad(tf.cast(indices[:, 1:] != indices[:, :-1], tf.int32), [[0, 0], [1, 0]])
+    segments = tf.reshape(tf.cumsum(changes, axis=1) + tf.range(batch)[:, tf.newaxis] * lookups, [-1])
+    count = batch * lookups
+    values = tf.math.unsorted_segment_sum(tf.reshape(cotangents, [-1, cotangents.shape[-1]]), segments, count)
+    # An unused segment has the lowest integer as its index; clipped to 0, it adds zeros there.
+    return tf.maximum(tf.math.unsorted_segment_max(tf.reshape(indices, [-1]), segments, count), 0), values
 
 
 def concatenate_lookups(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -183,23 +107,6 @@ def _merge_lookups(tensor: tf.Tensor, trailing: int) -> tf.Tensor:
     width = tensor.shape[-1] if trailing else 1
     size = -1 if None in tensor.shape[1:] else int(tensor.shape[1:].num_elements() // width)
     return tf.reshape(tensor, tf.concat([shape[:1], [size], shape[tensor.shape.rank - trailing :]], 0))
-
-
-def _table_gradients(calls: Sequence[Call]) -> TableGradients:
-    return TableGradients(*concatenate_lookups(calls), calls[0].layer.input_dim)
-
-
-def _factor_gradients(calls: Sequence[Call]) -> tuple[TableGradients, Product]:
-    """The per-example gradients of LoRA's A, as a table's, and of B, as a product that isn't computed yet."""
-    layer = calls[0].layer
-    indices, cotangents = concatenate_lookups(calls)
-    a, b = (
-        tf.cast(tf.convert_to_tensor(factor.value), cotangents.dtype)
-        for factor in (layer.lora_embeddings_a, layer.lora_embeddings_b)
-    )
-    scale = layer.lora_alpha / layer.lora_rank
-    table = TableGradients(indices, scale * tf.einsum("btq,rq->btr", cotangents, b), layer.input_dim)
-    return table, Product(tf.expand_dims(scale * tf.gather(a, indices), 1), tf.expand_dims(cotangents, 1))
 
 
 @register_rule(*REVERSIBLE_EMBEDDINGS)
@@ -284,8 +191,8 @@ def _split_calls(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
 
 def _concatenate_scores(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
     """The cotangents of the scores, `(batch, scores, words)`, and the inputs scored, `(batch, scores, width)`."""
-    cotangents = [_merge_positions(_cotangent_before_cap(call)) for call in calls]
-    return tf.concat(cotangents, 1), tf.concat([_merge_positions(call.input) for call in calls], 1)
+    cotangents = [_merge_lookups(_cotangent_before_cap(call), 1) for call in calls]
+    return tf.concat(cotangents, 1), tf.concat([_merge_lookups(call.input, 1) for call in calls], 1)
 
 
 def _cotangent_before_cap(call: Call) -> tf.Tensor:
@@ -294,8 +201,3 @@ def _cotangent_before_cap(call: Call) -> tf.Tensor:
         return call.cotangent
     capped = tf.cast(call.outputs[0], call.cotangent.dtype) / call.layer.logit_soft_cap
     return call.cotangent * (1 - tf.square(capped))
-
-
-def _merge_positions(tensor: tf.Tensor) -> tf.Tensor:
-    shape = tf.shape(tensor)
-    return tf.reshape(tensor, tf.stack([shape[0], -1, tensor.shape[-1]]))

@@ -7,7 +7,6 @@ kernel gradient holds each example's gradient. Rochette et al., https://arxiv.or
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +20,6 @@ from keras_paragrad.per_example.rules.windows import Geometry, pad_images
 CHUNK = 2**19
 # Examples per chunk if the images' size is unknown.
 EXAMPLES = 32
-# Larger depthwise kernels are faster with the cotangents as kernels. On two cores, 16 examples of 16x16x64 and 7x7 taps
-# took 1.5 ms, against 4.1 by the gradient of the kernel, and 32 of 7x7x768 5.9 against 292; but 16 of 32x32x32 and 3x3
-# taps 1.6 against 1.3.
-FEW_TAPS = 9
 
 
 def traced_once(compute: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
@@ -57,11 +52,9 @@ def depthwise_gradients(
         `(batch, *shape)`
     """
     *taps, channels, multiplier = shape
-    by_convolution = geometry.dilation[0] > 1 or math.prod(taps) > FEW_TAPS
-    compute_image = _depthwise_gradient_by_convolution if by_convolution else _depthwise_gradient
 
     def compute_chunk(count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
-        gradients = compute_image(_stack_channels(inputs), _stack_channels(cotangents), geometry, multiplier)
+        gradients = _depthwise_gradient(_stack_channels(inputs), _stack_channels(cotangents), geometry, multiplier)
         split = tf.reshape(gradients, [*taps, count, channels, multiplier])
         rank = len(shape)
         return tf.transpose(split, [rank - 2, *range(rank - 2), rank - 1, rank])
@@ -83,20 +76,10 @@ def can_fold(call: Call) -> bool:
 
 
 def _depthwise_gradient(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:
-    """The kernel's gradient for one image of many channels, `(*taps, channels, multiplier)` with two axes of taps."""
-    return tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
-        input=image,
-        filter_sizes=[*_two_axes(geometry.kernel_size), tf.shape(image)[3], multiplier],
-        out_backprop=cotangent,
-        strides=[1, geometry.strides[0], geometry.strides[0], 1],
-        padding=geometry.padding.upper(),
-    )
+    """The kernel's gradient for one image of many channels, `(*taps, channels, multiplier)` with two axes of taps.
 
-
-def _depthwise_gradient_by_convolution(
-    image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int
-) -> tf.Tensor:
-    """As `_depthwise_gradient`, by a convolution with the cotangent: a tap's gradient sums pixels times cotangents."""
+    It is a convolution with the cotangent: a tap's gradient sums pixels times cotangents.
+    """
     dynamic = tf.shape(cotangent)
     sizes: Any = [dynamic[axis] if cotangent.shape[axis] is None else cotangent.shape[axis] for axis in (1, 2)]
     kernel_size, strides, dilations = map(_two_axes, geometry[:3])

@@ -1,7 +1,7 @@
 """The generic rule: any layer's gradients, example by example."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -141,8 +141,10 @@ def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Ten
         # Weights that the call has assigned start from their values before it.
         weights = [tf.identity(before.get(id(variable), variable.value)) for variable in variables]
     batch = _Batch.of(call)
-    floating = [value for value in batch.rows.values() if value.dtype.is_floating]
-    finite = _are_finite([*floating, *call.outputs])
+    tensors = [*(value for value in batch.rows.values() if value.dtype.is_floating), *call.outputs]
+    flags = [tf.reduce_all(tf.math.is_finite(tensor), list(range(1, tensor.shape.rank))) for tensor in tensors]
+    # Whether each example is finite.
+    finite = tf.reduce_all(tf.stack(flags), 0)
     # Non-finite examples are replaced by the first finite one.
     first = tf.argmax(tf.cast(finite, tf.int32))
     rows = {
@@ -162,12 +164,6 @@ def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Ten
         return [tf.where(finite[index], gradient, float("nan")) for gradient in gradients]
 
     return tf.map_fn(gradients_of_example, tf.range(tf.shape(finite)[0]), fn_output_signature=_signature(weights))
-
-
-def _are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether each example is finite in all of several `(batch, ...)` tensors."""
-    rows = [tf.reduce_all(tf.math.is_finite(tensor), list(range(1, tensor.shape.rank))) for tensor in tensors]
-    return tf.reduce_all(tf.stack(rows), 0)
 
 
 def _broadcast(flags: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:

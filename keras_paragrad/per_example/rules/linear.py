@@ -57,8 +57,7 @@ class Product(NamedTuple):
     def squared_norms(self, by_xla: bool = False) -> tf.Tensor:
         """The squared norm of each example's gradient, `(batch,)`."""
         if self.is_ghost(by_xla):
-            left, right = self.inner_products(by_xla)
-            return row_sums(left * right, by_xla)
+            return row_sums(self._inner_products(self.left, by_xla) * self._inner_products(self.right, by_xla), by_xla)
         return squared_norm(self._maybe_transposed_gradients(by_xla)[0], by_xla)
 
     def sum_of_gradients(self, weights: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
@@ -86,11 +85,8 @@ class Product(NamedTuple):
             return self.gradients(), False
         return _matmul(self.right, self.left, transpose_a=True), True
 
-    def inner_products(self, by_xla: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
-        """Each factor's inner products between positions, `(batch, groups, positions, positions)`."""
-        return self._inner_products(self.left, by_xla), self._inner_products(self.right, by_xla)
-
     def _inner_products(self, side: tf.Tensor, by_xla: bool) -> tf.Tensor:
+        """A factor's inner products between positions, `(batch, groups, positions, positions)`."""
         sizes: Any = side.shape
         _, groups, positions, columns = sizes
         # With one position, they are squared norms.
@@ -139,11 +135,7 @@ class Linear(Rule, abc.ABC):
     def kernel(self, layer: keras.layers.Layer, product: tf.Tensor, by_xla: bool) -> tf.Tensor:
         """Reshapes `(..., groups, rows, columns)` to the kernel's layout `(..., *kernel.shape)`."""
 
-    def columns(self, call: Call) -> Sequence[int]:
-        """The output axes that are the product's groups and columns; none if they aren't axes of the output."""
-        return ()
-
-    def broadcast_bias(self, layer: keras.layers.Layer, rank: int) -> Sequence[int]:
+    def bias_shape_in_output(self, layer: keras.layers.Layer, rank: int) -> Sequence[int]:
         """The shape in which the layer adds its bias to outputs of rank `rank`."""
         return layer.bias.shape
 
@@ -174,22 +166,9 @@ class Linear(Rule, abc.ABC):
         return [kernel if product.is_smaller_than_gradients else kernel.materialized(), *self._biases(calls)]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        by_xla = calls[0].by_xla
         folded = self.folded(calls)
-        norms = self._concatenate(calls).squared_norms(by_xla) if folded is None else squared_norm(folded)
-        return [norms, *(squared_norm(bias, by_xla) for bias in self._biases(calls))]
-
-    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        """The kernel's and the bias's squared norms; in one tensor, if both come from inner products of positions."""
-        folded = self.folded(calls)
-        if folded is not None:
-            return [squared_norm(folded), *map(tf.square, self._biases(calls))]
-        product = self._concatenate(calls)
-        if product.is_ghost(calls[0].by_xla) and all(map(self._bias_sums_right_factor, calls)):
-            # The bias is a kernel row for a constant input of 1.
-            left, right = product.inner_products(calls[0].by_xla)
-            return [(left + 1.0) * right]
-        return [product.squared_norms(calls[0].by_xla), *map(tf.square, self._biases(calls))]
+        kernel = self._concatenate(calls).squared_norms(calls[0].by_xla) if folded is None else squared_norm(folded)
+        return [kernel, *map(tf.square, self._biases(calls))]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         folded = self.folded(calls)
@@ -215,20 +194,12 @@ class Linear(Rule, abc.ABC):
     def _concatenate(self, calls: Sequence[Call]) -> Product:
         return concatenate_products([self.product(call) for call in calls])
 
-    def _bias_sums_right_factor(self, call: Call) -> bool:
-        """Whether there is a bias whose gradient is the sum over positions of the product's right factor."""
-        layer, sizes = call.layer, call.cotangent.shape
-        columns = {axis for axis in self.columns(call) if sizes[axis] != 1}
-        if layer.bias is None or not columns:
-            return False
-        return columns == set(bias_axes(call.cotangent, self.broadcast_bias(layer, sizes.rank)))
-
     def _biases(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The per-example gradients of the bias, if there is one."""
         layer = calls[0].layer
         if layer.bias is None:
             return []
-        shape = self.broadcast_bias(layer, calls[0].cotangent.shape.rank)
+        shape = self.bias_shape_in_output(layer, calls[0].cotangent.shape.rank)
         return [tf.add_n([bias_gradients(call.cotangent, shape, layer.bias) for call in calls])]
 
 

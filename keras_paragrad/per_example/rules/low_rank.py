@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.rule import Rule, squared_norm, sums_of_biases
+from keras_paragrad.per_example.rule import Rule, sums_of_biases
 from keras_paragrad.per_example.rules.linear import Product, bias_gradients, concatenate_products
 
 
@@ -57,11 +57,6 @@ class LowRank(Rule, abc.ABC):
         ]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        by_xla = calls[0].by_xla
-        norms = [concatenated.product.squared_norms(by_xla) for concatenated in self._concatenate(calls)]
-        return [*norms, *(squared_norm(bias, by_xla) for bias in _biases(calls))]
-
-    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         norms = [concatenated.product.squared_norms(calls[0].by_xla) for concatenated in self._concatenate(calls)]
         return [*norms, *map(tf.square, _biases(calls))]
 

@@ -35,7 +35,7 @@ class Normalization(Rule):
     def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         return [weight for weight in (self.scale(layer), self.offset(layer)) if weight is not None]
 
-    def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
+    def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         return [tf.square(gradient) for gradient in self.gradients_of_all(calls)]
 
     def gradients(self, call: Call) -> list[tf.Tensor]:

@@ -18,7 +18,7 @@ from keras_paragrad.per_example.rule import (
 )
 from keras_paragrad.per_example.rules import folded
 from keras_paragrad.per_example.rules.convolution import (
-    broadcast_convolution_bias,
+    convolution_bias_shape,
     convolution_case,
     grouped_kernel,
     grouped_product,
@@ -73,9 +73,7 @@ class SeparableRule(Rule):
         layer = call.layer
         if layer.bias is None:
             return []
-        return [
-            bias_gradients(call.cotangent, broadcast_convolution_bias(layer, call.cotangent.shape.rank), layer.bias)
-        ]
+        return [bias_gradients(call.cotangent, convolution_bias_shape(layer, call.cotangent.shape.rank), layer.bias)]
 
 
 def _kernel_gradients(call: Call) -> tuple[tf.Tensor, Product]:
