@@ -34,8 +34,9 @@ from runner import own_process
 from soak.worlds import Machines
 
 ROWS, FEATURES, CLASSES, BATCH_SIZE, EPOCHS, EVERY = 397, 16, 4, 10, 3, 7
-# A share of the largest weight.
-TOLERANCE = 1e-6
+# A share of the largest weight. Over 120 updates, momentum sums the rounding of other orders of addition: undisturbed
+# trainings are up to 1e-6 apart, with a median of 1e-7. Another batch changes weights by thousands of times as much.
+TOLERANCE = 2e-6
 # Until one that is left behind notices that another is gone, and until a whole training ends, on a busy machine.
 NOTICED, ENDED = 90, 400
 # After which it stops.
