@@ -39,13 +39,13 @@ LINES = {
     "engine": 11071,
     "inputs": 1379,
     "memory": 2995,
-    "per_example": 4996,
-    "privacy": 3011,
+    "per_example": 5012,
+    "privacy": 3009,
     "profiling": 4492,
     "storage": 2730,
     "top": 1108,
 }
-TOTAL, SLACK = 46432, 25
+TOTAL, SLACK = 46446, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

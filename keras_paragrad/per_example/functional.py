@@ -60,6 +60,7 @@ def _compute_in_batches(
             f"{model.name!r} has no trainable weights: set trainable=True on its layers. Within a tf.function, build "
             "it first."
         )
+    _check_loss(loss)
     compute = _compile(quantity, model, loss, training, compile_if_supported(model, jit_compile))
     if not tf.executing_eagerly():
         return compute(x, y, sample_weight)
@@ -125,6 +126,21 @@ def _checked_units(model: keras.Model, x: Structure, training: bool) -> list[Uni
     """The units of a model that doesn't mix examples, found once for rows of these shapes."""
     check_separable_layer(model, x, training=training)
     return units_for(model, (x,), {"training": training})
+
+
+def _check_loss(loss: object) -> None:
+    """Refuses an argument that Keras doesn't accept as a loss."""
+    nested = keras.tree.is_nested(loss)
+    for item in keras.tree.flatten(loss) or [None]:
+        # By these names, Keras picks a crossentropy by the shapes of targets and predictions.
+        if (item is None and nested) or (isinstance(item, str) and item.lower() in ("crossentropy", "ce")):
+            continue
+        try:
+            valid = callable(keras.losses.get(item))
+        except Exception:  # whatever Keras raises for an invalid loss
+            valid = False
+        if not valid:
+            raise refusal("loss", item, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
 
 
 def _check_rows(name: str, nested: FitData, *, optional: bool = False) -> Any:

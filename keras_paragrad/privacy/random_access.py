@@ -12,15 +12,14 @@ from keras_paragrad.compat.data import ArrayRows, adapter_of, reads_arrays
 from keras_paragrad.compat.types import Batch, Dataset, FitData
 from keras_paragrad.plain_text import counted
 
-# The examples of a dataset that `digest_of_examples` reads, and the most at a time. Arrays are read whole.
-_DIGESTED, _CHUNK = 8, 1024
+# The examples that `digest_of_examples` reads at a time.
+_CHUNK = 1024
 
 
 class Examples(Protocol):
-    """Examples by index, from 0 to `count` - 1; `digested` of them are read to recognize the data."""
+    """Examples by index, from 0 to `count` - 1."""
 
     count: int
-    digested: int
 
     def gather(self, draws: Dataset) -> Dataset:
         """Replaces the indices in elements `(indices, present)` by the batch of these examples; keeps `present`."""
@@ -60,7 +59,7 @@ class _Arrays:
 
     def __init__(self, adapter: Any):
         self._rows = ArrayRows(adapter)
-        self.count = self.digested = self._rows.count
+        self.count = self._rows.count
 
     def gather(self, draws: Dataset) -> Dataset:
         return self._rows.batches_with(draws)
@@ -72,7 +71,6 @@ class _Batches:
     def __init__(self, batches: int, read: Callable[[int], Batch], name: str):
         if batches < 1:
             raise ValueError(f"{name} is empty.")
-        self.digested = _DIGESTED
         self._read, self._name, self._batches = read, name, batches
         first = self._batch(0)
         self.size = _rows_in(first, name)
@@ -162,8 +160,8 @@ def _rows_in(batch: Batch, name: str) -> int:
 
 
 def digest_of_examples(examples: Examples) -> bytes:
-    """A digest of all examples in arrays, or of a few, evenly spaced. Only a keyed hash of it may be saved."""
-    indices = np.unique(np.linspace(0, examples.count - 1, examples.digested).astype(np.int64))
+    """A digest of all examples, to recognize the data. Only a keyed hash of it may be saved."""
+    indices = np.arange(examples.count)
     draws = tf.data.Dataset.from_tensor_slices((indices, np.ones(len(indices), bool))).batch(_CHUNK)
     digest = hashlib.blake2b(digest_size=16)
     for batch, _ in examples.gather(draws):

@@ -214,7 +214,7 @@ def test_training_draws_random_numbers():
         ({"y": np.zeros(9, int)}, r"same number of rows, and have \[9, 10\]"),
         ({"batch_size": 0}, "batch_size=256"),
         ({"loss": 3}, "loss"),
-        ({"loss": None}, "`loss` None"),
+        ({"loss": None}, "loss='mse'"),
     ],
 )
 def test_refusals(change, says):

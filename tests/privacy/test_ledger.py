@@ -370,7 +370,7 @@ def test_another_training_has_another_key():
     }
     draws = {name: moved(make()) for name, make in others.items()}
     draws["data"] = moved(build(loss=Nothing(), seed=seed), seed=1)
-    # Of all examples but one, not only of the few that a dataset is recognized by.
+    # All examples but one are the same.
     x, y = some_data(EXAMPLES, 0)
     y = np.array(y)
     y[1] = (y[1] + 1) % 2
