@@ -40,12 +40,12 @@ LINES = {
     "inputs": 1379,
     "memory": 2995,
     "per_example": 5012,
-    "privacy": 3009,
+    "privacy": 3120,
     "profiling": 4492,
     "storage": 2730,
     "top": 1108,
 }
-TOTAL, SLACK = 46446, 25
+TOTAL, SLACK = 46557, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.extras import require
@@ -21,7 +22,7 @@ from keras_paragrad.privacy.accounting import ACCOUNTANTS, check_updates
 from keras_paragrad.privacy.adaptive import AdaptiveClip
 from keras_paragrad.privacy.calibration import gradient_noise_multiplier, last_that, noise_multiplier
 from keras_paragrad.privacy.clipping import ClipNorm
-from keras_paragrad.privacy.ledger import Entry, Event, count_by_event, dp_event, epsilon_of
+from keras_paragrad.privacy.ledger import Entry, Event, dp_event, epsilon_of
 from keras_paragrad.privacy.releases import Releases
 from keras_paragrad.privacy.sampling import least_rows, truncation_probability
 from keras_paragrad.privacy.update import rows_of_update
@@ -109,8 +110,7 @@ class Privacy(InNotebooks):
         """
         stated = [check_updates(*update) for update in updates]
         self._releases.replace_unknown(
-            Entry(secrets.randbits(62), 0, Event(update.noise_multiplier, update.sampling_rate), update.updates)
-            for update in stated
+            Entry(secrets.randbits(62), 0, 0, 0, Event(noise, rate), count) for noise, rate, count, _ in stated
         )
 
     @property
@@ -210,8 +210,8 @@ class Privacy(InNotebooks):
 
     def epsilon_of(self, entries: Sequence[Entry], further: int = 0) -> float:
         """Epsilon of ledger entries, and of a number of further updates with the current settings."""
-        added = [Entry(0, 0, self.event_of_update, further)] if further else []
-        return epsilon_of([*entries, *added], self.settings.delta, self.settings.accountant)
+        event = (self.event_of_update, further) if further else None
+        return epsilon_of(entries, self.settings.delta, self.settings.accountant, event)
 
     @property
     def updates_left(self) -> int | None:
@@ -274,10 +274,13 @@ class Privacy(InNotebooks):
 
     def _describe_updates(self, entries: Sequence[Entry]) -> str:
         """Sentences that state how many updates of each kind were made, with their sampling and noise."""
-        counts = count_by_event(entries)
+        counts: dict[Event, int] = {}
+        for entry in entries:
+            if not entry.is_unknown and entry.updates:
+                counts[entry.event] = counts.get(entry.event, 0) + entry.updates
         current = self.event_of_update if self.examples_if_known is not None else None
         if not counts and current is not None:
-            counts = {current: 0}
+            counts[current] = 0
         sentences = []
         for event, updates in counts.items():
             examples = f"each of {self.examples} examples" if event == current else "each example"
@@ -306,50 +309,63 @@ def _describe_clip(clip: ClipNorm) -> str:
 
 
 class UpdateCounter(keras.callbacks.Callback):
-    """Begins a run at each epoch, and counts updates on the host. Runs after callbacks that load weights.
+    """Starts or continues a run at each epoch, and counts updates on the host. Runs after callbacks that load weights.
 
-    `begin` begins the epoch's run, `skipped` returns how many batches an epoch skips because an interrupted `fit`
+    A run is a sequence of updates whose samples and noise are drawn with one key; its updates are numbered from 0.
+
+    `begin` is `Releases.begin_epoch`, `skipped` returns how many batches an epoch skips because an interrupted `fit`
     trained on them, and `whole` says whether each epoch must have all of its updates.
 
     Attributes:
-        end: Number of updates of the epoch, skipped ones included.
-        ends_budget: Whether they take all that is left of the budget.
+        first: Number of the epoch's first update.
+        end: Number of the first update beyond the budget, or `None` without a budget.
+        spent: The ledger's entries before this epoch.
     """
 
-    def __init__(self, privacy: Privacy, begin: Callable[[int], None], skipped: Callable[[], int], *, whole: bool):
+    def __init__(
+        self, privacy: Privacy, begin: Callable[[], tuple[int, int]], skipped: Callable[[], int], *, whole: bool
+    ):
         super().__init__()
         self.privacy, self._begin, self._skipped, self._whole = privacy, begin, skipped, whole
-        # On replicas a batch is read, to build with, before an epoch begins.
-        self.end, self.ends_budget = privacy.updates_per_epoch, False
-        # The updates that the epoch skips, and the ledger's entries before the others.
-        self._first = 0
-        self._spent: list[Entry] = []
+        # Numbers of the next update when the epoch began, and of the first one that isn't in the ledger yet.
+        self._next, self._accounted = 0, 0
+        self.first = 0
+        self.end: int | None = None
+        self.spent: list[Entry] = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Reads from the ledger how many updates the budget has left, also after weights were loaded."""
-        self._first = self._skipped()
-        self._begin(self._first)
-        self._spent, self.end = self.privacy.entries(), self.privacy.updates_per_epoch
+        self._next, repeated = self._begin()
+        self._accounted = self._next + repeated
+        self.first = self._next - self._skipped()
+        self.spent = self.privacy.entries()
         left = self.privacy.updates_left
-        if left == 0:
+        self.end = None if left is None else self._accounted + left
+        if self.end == self._next:
             raise ValueError(self.privacy.spent_budget_message())
-        self.ends_budget = left is not None and self._first + left <= self.end
-        if left is not None and self._first + left < self.end:
-            if self._whole:
-                raise ValueError(
-                    f"Weights were loaded within fit, and what they have released leaves {left} updates of the "
-                    "budget, less than an epoch. Load them before fit()."
-                )
-            self.end = self._first + left
+        if self.end is not None and self._whole and self.end < self.first + self.privacy.updates_per_epoch:
+            raise ValueError(
+                f"Weights were loaded within fit, and what they have released leaves {left} updates of the budget, "
+                "less than an epoch. Load them before fit()."
+            )
+
+    def update_numbers(self) -> np.ndarray:
+        """The numbers of the epoch's updates; skipped updates may have any, as their rows are never read."""
+        last = self.first + self.privacy.updates_per_epoch
+        return np.maximum(np.arange(self.first, last if self.end is None else min(last, self.end)), 0)
 
     def number_after(self, batch: int) -> int:
-        """How many updates of the epoch are made after a batch, without waiting for the device."""
+        """The number of the next update after a batch of the epoch, without waiting for the device."""
         # With steps_per_execution, Keras counts beyond the end of an epoch.
-        return min(batch + 1, self.privacy.updates_per_epoch)
+        return self.first + min(batch + 1, self.privacy.updates_per_epoch)
 
     def epsilon_after(self, batch: int) -> float:
         """Epsilon after a batch of the epoch, without waiting for the device."""
-        return self.privacy.epsilon_of(self._spent, max(0, self.number_after(batch) - self._first))
+        return self.privacy.epsilon_of(self.spent, max(0, self.number_after(batch) - self._accounted))
+
+    def end_of_fit(self, epoch: int) -> int:
+        """The number of the first update beyond this `fit`, which is in the given epoch."""
+        return self.first + (self.params["epochs"] - epoch) * self.privacy.updates_per_epoch
 
 
 class EpsilonLogs(keras.callbacks.Callback):
@@ -371,12 +387,9 @@ class EpsilonLogs(keras.callbacks.Callback):
             self._epsilon = counter.epsilon_after(batch)
         if logs is not None:
             logs["epsilon"] = self._epsilon
-        after = counter.number_after(batch)
-        is_last = self._epoch + 1 == self.params["epochs"] and after == self.privacy.updates_per_epoch
-        if not counter.ends_budget or after < counter.end or is_last or self.model.stop_training:
+        if counter.end is None or self.model.stop_training:
             return
-        # An epoch that repeats another one of the same seed takes nothing of the budget.
-        if self.privacy.updates_left == 0:
+        if counter.end_of_fit(self._epoch) > counter.number_after(batch) >= counter.end:
             self.model.stop_training = True
             _log.warning(
                 "%d updates were made, as many as make_private(target_epsilon=%g, epochs=%d) allows: training stops. "

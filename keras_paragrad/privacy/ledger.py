@@ -4,7 +4,7 @@ import hashlib
 import math
 import struct
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -13,11 +13,11 @@ import numpy as np
 from keras_paragrad.privacy.accounting import Updates, composed_epsilon
 
 # Entries that a file has room for, and the 64-bit words of each: a checksum and `_FORMAT`.
-ROWS, WORDS = 256, 8
+ROWS, WORDS = 32, 10
 # An entry's fields in order, with its event's four numbers.
-_FORMAT = "<2q4dq"
-# The `key_id` of an entry for updates of unknown noise.
-_UNKNOWN_KEY = 1
+_FORMAT = "<4q4dq"
+# The `run` of an entry for updates of unknown noise.
+_UNKNOWN_RUN = 1
 
 
 class Event(NamedTuple):
@@ -37,24 +37,28 @@ class Event(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The updates of one run: of an epoch, whose samples and noise are drawn with one key.
+    """The updates of one run, a sequence of updates with one key.
 
     Attributes:
-        key_id: A keyed hash of all that the run depends on. It identifies the key, and reveals nothing of it.
-        salt: A keyed hash of what the run began with. A resumed epoch finds its key by it.
+        run: A public number that identifies the key.
+        salt: The key is derived from this and the model's secret.
+        context: A keyed hash of the data, the optimizer and the loss; 0 without a seed.
+        iterations: The optimizer's iterations when the run began.
         event: The noise and sampling of each of its updates.
         updates: The number of updates that were made.
     """
 
-    key_id: int
+    run: int
     salt: int
+    context: int
+    iterations: int
     event: Event
     updates: int
 
     @property
     def is_unknown(self) -> bool:
         """Whether the noise and the sampling of these updates are unknown."""
-        return self.key_id == _UNKNOWN_KEY
+        return self.run == _UNKNOWN_RUN
 
     def with_updates(self, updates: int) -> "Entry":
         """The same run after another number of updates."""
@@ -63,7 +67,7 @@ class Entry(NamedTuple):
 
 def unknown_entry(updates: int) -> Entry:
     """An entry for weights without a known ledger, after a number of updates."""
-    return Entry(_UNKNOWN_KEY, 0, Event(0.0, 1.0), updates)
+    return Entry(_UNKNOWN_RUN, 0, 0, 0, Event(0.0, 1.0), updates)
 
 
 class Ledger:
@@ -78,26 +82,27 @@ class Ledger:
         return iter(list(self._entries.values()))
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Adds runs, and further updates of known ones; what is added last comes last."""
+        """Adds runs, and further updates of known ones."""
         for entry in entries:
-            # A folded entry stands for entries that may be known already, which must not count twice.
-            for run in _FOLDED.get(entry.key_id, (entry,)):
-                known = self._entries.pop(run.key_id, run)
-                self._entries[run.key_id] = max(known, run, key=lambda each: each.updates)
+            # A merged entry stands for entries that may be known already, which must not count twice.
+            for run in _MERGED.get(entry.run, (entry,)):
+                known = self._entries.get(run.run)
+                if known is None or known.updates < run.updates:
+                    self._entries[run.run] = run
 
     @property
     def has_unknown(self) -> bool:
         """Whether there are weights without a known ledger."""
-        return _UNKNOWN_KEY in self._entries
+        return _UNKNOWN_RUN in self._entries
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
         """Replaces the unknown entry by the entries that the user states."""
-        self._entries.pop(_UNKNOWN_KEY, None)
+        self._entries.pop(_UNKNOWN_RUN, None)
         self.add(entries)
 
 
-# The entries that were folded into one row of a file, by its run.
-_FOLDED: dict[int, tuple[Entry, ...]] = {}
+# The entries that were merged into one row of a file, by its run.
+_MERGED: dict[int, tuple[Entry, ...]] = {}
 # What the weights of a layer depend on, if private training in this process or a file changed them. A layer that shares
 # or replaces its variables keeps it.
 LEDGERS: "weakref.WeakKeyDictionary[keras.layers.Layer, Ledger]" = weakref.WeakKeyDictionary()
@@ -116,45 +121,43 @@ def value_digest(variable: keras.Variable) -> bytes:
     return digest.digest()
 
 
-def count_by_event(entries: Iterable[Entry]) -> dict[Event, int]:
-    """The number of updates of each event; those that are unknown are left out."""
-    counts: dict[Event, int] = {}
+def epsilon_of(
+    entries: Iterable[Entry], delta: float, accountant: str, further: tuple[Event, int] | None = None
+) -> float:
+    """Epsilon of entries and further updates together; infinite if one of the entries is unknown.
+
+    `further` is an event, and the number of such updates.
+    """
+    counts: dict[tuple[float, ...], int] = {}
     for entry in entries:
-        if entry.updates and not entry.is_unknown:
-            counts[entry.event] = counts.get(entry.event, 0) + entry.updates
-    return counts
-
-
-def epsilon_of(entries: Sequence[Entry], delta: float, accountant: str) -> float:
-    """Epsilon of entries together; infinite if one of them is unknown."""
-    if any(entry.is_unknown for entry in entries):
-        return math.inf
-    parts = [
-        Updates(event.noise_multiplier, event.sampling_rate, updates, event.truncation)
-        for event, updates in count_by_event(entries).items()
-    ]
+        if entry.is_unknown:
+            return math.inf
+        counts[entry.event[:3]] = counts.get(entry.event[:3], 0) + entry.updates
+    if further is not None:
+        event, updates = further
+        counts[event[:3]] = counts.get(event[:3], 0) + updates
+    parts = [Updates(noise, rate, updates, truncation) for (noise, rate, truncation), updates in counts.items()]
     return composed_epsilon(parts, delta, accountant)
 
 
-def dp_event(entries: Sequence[Entry]) -> Any:
+def dp_event(entries: Iterable[Entry]) -> Any:
     """The `dp_accounting.DpEvent` of entries."""
     import dp_accounting as dp  # pyright: ignore[reportMissingImports]
 
-    events: list[Any] = [
-        dp.SelfComposedDpEvent(
-            dp.PoissonSampledDpEvent(event.sampling_rate, dp.GaussianDpEvent(event.noise_multiplier)), updates
-        )
-        for event, updates in count_by_event(entries).items()
-    ]
-    return dp.ComposedDpEvent(events + [dp.NonPrivateDpEvent()] * any(entry.is_unknown for entry in entries))
+    def event_of(entry: Entry) -> Any:
+        if entry.is_unknown:
+            return dp.NonPrivateDpEvent()
+        update = dp.PoissonSampledDpEvent(entry.event.sampling_rate, dp.GaussianDpEvent(entry.event.noise_multiplier))
+        return dp.SelfComposedDpEvent(update, entry.updates)
+
+    return dp.ComposedDpEvent([event_of(entry) for entry in entries if entry.updates or entry.is_unknown])
 
 
-def table_of(entries: Sequence[Entry]) -> np.ndarray:
-    """Entries as an int64 array `(ROWS, WORDS)`; the last entry is the current run's, which is never folded."""
+def table_of(entries: Iterable[Entry]) -> np.ndarray:
+    """Entries as an int64 array `(ROWS, WORDS)`; the last entry is the current run's, which is never merged."""
     table = np.zeros((ROWS, WORDS), np.int64)
-    for row, entry in enumerate(_fold(entries)):
-        packed = _packed(entry)
-        table[row] = np.frombuffer(_checksum(packed) + packed, np.int64)
+    for row, entry in enumerate(_merge_to_fit(list(entries))):
+        table[row] = _words(entry)
     return table
 
 
@@ -163,43 +166,60 @@ def entries_of(table: np.ndarray, updates: int) -> list[Entry]:
 
     Updates that the table lacks belong to its last entry, or are unknown if it has none or a row is damaged.
     """
-    rows = [row.tobytes() for row in table if row.any()]
-    intact = [row[8:] for row in rows if row[:8] == _checksum(row[8:])]
-    entries: list[Entry] = []
-    for packed in intact:
-        run, salt, *event, made = struct.unpack(_FORMAT, packed)
-        entries.append(Entry(run, salt, Event(*event), made))
+    entries, damaged = [], False
+    for row in table:
+        if row.any():
+            entry = _entry(row)
+            if np.array_equal(_words(entry), row):
+                entries.append(entry)
+            else:
+                damaged = True
     further = updates - sum(entry.updates for entry in entries)
-    if len(intact) < len(rows) or (further > 0 and not entries):
+    if damaged or (further > 0 and not entries):
         return [unknown_entry(max(0, further)), *(entry for entry in entries if not entry.is_unknown)]
     if further > 0:
         entries[-1] = entries[-1].with_updates(entries[-1].updates + further)
     return entries
 
 
+def _words(entry: Entry) -> np.ndarray:
+    """A row of the table: a checksum, then the entry's fields."""
+    packed = _packed(entry)
+    return np.frombuffer(hashlib.blake2b(packed, digest_size=8).digest() + packed, np.int64)
+
+
 def _packed(entry: Entry) -> bytes:
-    return struct.pack(_FORMAT, entry.key_id, entry.salt, *entry.event, entry.updates)
+    run, salt, context, iterations, event, updates = entry
+    return struct.pack(_FORMAT, run, salt, context, iterations, *event, updates)
 
 
-def _checksum(packed: bytes) -> bytes:
-    return hashlib.blake2b(packed, digest_size=8).digest()
+def _entry(row: np.ndarray) -> Entry:
+    """The entry in a row of the table, whose checksum isn't checked."""
+    run, salt, context, iterations, *event, updates = struct.unpack(_FORMAT, row[1:].tobytes())
+    return Entry(run, salt, context, iterations, Event(*event), updates)
 
 
-def _fold(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries that fit into a file: if they are too many, one for each event, and the last one."""
-    if len(entries) <= ROWS:
-        return list(entries)
-    *others, last = entries
-    alike: dict[tuple[bool, Event], list[Entry]] = {}
-    for entry in others:
-        alike.setdefault((entry.is_unknown, entry.event), []).append(entry)
-    if len(alike) >= ROWS:
-        return [unknown_entry(sum(entry.updates for entry in others)), last]
-    folded: list[Entry] = []
-    for parts in alike.values():
-        run = parts[0].key_id
-        if len(parts) > 1:
-            run = int.from_bytes(_checksum(b"".join(map(_packed, parts))), "little", signed=True)
-            _FOLDED[run] = tuple(each for part in parts for each in _FOLDED.get(part.key_id, (part,)))
-        folded.append(Entry(run, parts[0].salt, parts[0].event, sum(part.updates for part in parts)))
-    return [*folded, last]
+def _merge_to_fit(entries: list[Entry]) -> list[Entry]:
+    """Merges pairs of entries until they fit into a file: a pair with equal events, or else the first two."""
+    while len(entries) > ROWS:
+        *others, last = entries
+        events = [entry.event for entry in others]
+        first = next((index for index, event in enumerate(events) if event in events[index + 1 :]), 0)
+        second = events.index(events[first], first + 1) if events[first] in events[first + 1 :] else 1
+        one, other = others[first], others[second]
+        entries = [entry for entry in others if entry not in (one, other)]
+        entries = [_merge(one, other), *entries, last]
+    return entries
+
+
+def _merge(one: Entry, other: Entry) -> Entry:
+    """Merges two entries into one whose epsilon is no less."""
+    parts = [part for entry in (one, other) for part in _MERGED.get(entry.run, (entry,))]
+    digest = hashlib.blake2b(b"".join(map(_packed, parts)), digest_size=8).digest()
+    run = int.from_bytes(digest, "little", signed=True)
+    noise = min(one.event.noise_multiplier, other.event.noise_multiplier)
+    rate = max(one.event.sampling_rate, other.event.sampling_rate)
+    clip = one.event.clip_norm if one.event.clip_norm == other.event.clip_norm else 0.0
+    event = Event(noise, rate, max(one.event.truncation, other.event.truncation), clip)
+    _MERGED[run] = tuple(parts)
+    return Entry(run, 0, 0, 0, event, one.updates + other.updates)

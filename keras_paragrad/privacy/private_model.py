@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer, check_number
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.losses import LossMatching
-from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Config, FitData, Structure
 from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.loss_divisor import LossDivisor
@@ -25,11 +24,12 @@ from keras_paragrad.privacy.budget import EpsilonLogs, Privacy, Settings, Update
 from keras_paragrad.privacy.clipping import ClipNorm, PrivateGradients, check_clip
 from keras_paragrad.privacy.ledger import ROWS, WORDS
 from keras_paragrad.privacy.random_access import digest_of_examples, examples_of
-from keras_paragrad.privacy.refusals import check_compiled, check_private_fit, check_private_layers
+from keras_paragrad.privacy.refusals import check_compiled, check_private_fit, check_private_layers, check_transforms
 from keras_paragrad.privacy.releases import Releases
 from keras_paragrad.privacy.sampling import PoissonSampling, present_rows, private_batches
 from keras_paragrad.privacy.update import GaussianNoise, PhysicalBatches
 
+_log = logging.getLogger("keras_paragrad")
 DIVIDER = Divider(
     configured_by="make_private",
     parts="the physical batches of an update",
@@ -267,18 +267,14 @@ class PrivateModel(PerExampleModel):
             callbacks = callbacks.callbacks
         listed = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
         check_compiled(self)
-        check_private_fit(self, listed, batch_size, validation_split, shuffle, steps_per_epoch, self._releases.seed)
+        check_private_fit(self, listed, batch_size, validation_split, shuffle, steps_per_epoch)
+        check_transforms(self, self._releases.seed)
         examples = examples_of(x, y, sample_weight, class_weight)
         self.privacy.set_examples(examples.count)
         left = self.privacy.updates_left
         if left == 0:
             raise ValueError(self.privacy.spent_budget_message())
-        log_once(
-            self,
-            "Epsilon holds for the weights. The losses and metrics of training, telemetry and norms of gradients "
-            "are computed from private rows without noise: don't publish them.",
-            logging.WARNING,
-        )
+        self._warn_once()
         padded, physical = self.privacy.rows(replicas := self.distribute_strategy.num_replicas_in_sync)
         builder = StepBuilder.of(self)
         split = PhysicalBatches(physical // replicas, LossDivisor("auto", DIVIDER), prove=False)
@@ -286,15 +282,16 @@ class PrivateModel(PerExampleModel):
         sampling = PoissonSampling((0, 0), examples.count, self.privacy.sampling_rate, padded, replicas)
         digest_of_data = functools.cache(lambda: digest_of_examples(examples))
 
-        def begin_epoch(skipped: int) -> None:
-            self._releases.begin_epoch(self.privacy.event_of_update, digest_of_data, skipped)
+        def begin_epoch() -> tuple[int, int]:
+            numbers = self._releases.begin_epoch(self.privacy.event_of_update, digest_of_data)
             sampling.key = self._sampling_key()
+            return numbers
 
         steps = self.privacy.updates_per_epoch
         # Otherwise the budget, and with it the last epoch, ends early.
         whole = left is None or left % steps == 0
         counter = UpdateCounter(self.privacy, begin_epoch, lambda: builder.batches_to_skip, whole=whole)
-        data = private_batches(examples, sampling, lambda: range(counter.end), self._nested_as_outputs)
+        data = private_batches(examples, sampling, counter.update_numbers, self._nested_as_outputs)
         if whole:
             data = data.apply(tf.data.experimental.assert_cardinality(steps))
         self._releases.begin_fit()
@@ -355,6 +352,15 @@ class PrivateModel(PerExampleModel):
     def _noise_key(self) -> tf.Tensor:
         """The second half of the run's key, int64 `(2,)`."""
         return tf.identity(self._releases.key)[2:]
+
+    def _warn_once(self) -> None:
+        """Warns in the first `fit` of what epsilon doesn't cover."""
+        if not self.__dict__.get("_warned"):
+            self.__dict__["_warned"] = True
+            _log.warning(
+                "Epsilon holds for the weights. The losses and metrics of training, telemetry and norms of gradients "
+                "are computed from private rows without noise: don't publish them."
+            )
 
     def get_config(self) -> Config:
         """The constructor's arguments, serialized, with the number of examples if it is known."""

@@ -88,7 +88,6 @@ def check_private_fit(
     validation_split: float,
     shuffle: bool,
     steps_per_epoch: int | None,
-    seed: int | None,
 ) -> None:
     """Refuses arguments of `fit` that contradict Poisson sampling, or release more than is accounted for."""
     settings = model.privacy.settings
@@ -114,28 +113,37 @@ def check_private_fit(
             "updates. Leave it out, and state epochs."
         )
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.TerminateOnNaN):
-            raise ValueError(
-                "TerminateOnNaN ends training by the loss of private rows, so where it ends isn't private. Leave it "
-                "out: an example whose gradient isn't finite has no part in the update."
-            )
-        monitored = getattr(callback, "monitor", None)
-        decides = isinstance(callback, (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau))
-        decides = decides or getattr(callback, "save_best_only", False)
-        if decides and isinstance(monitored, str) and not monitored.startswith("val_") and monitored != "epsilon":
-            raise ValueError(
-                f"{type(callback).__name__} goes by {monitored!r}, which is computed from private rows without noise, "
-                "so what it decides isn't private. Write monitor='val_loss', with validation_data of public rows."
-            )
-    stages = StepBuilder.of(model).stages
-    if stages.split is not None and not getattr(stages.split, "private", False):
+        _check_callback(callback)
+    split = StepBuilder.of(model).stages.split
+    if split is not None and not getattr(split, "private", False):
         raise ValueError(
             "The batches of this model are cut by microbatch(...) or a Pipeline. Leave that out, and write "
             "make_private(..., physical_batch_size=...)."
         )
-    if seed is not None and stages.transforms:
+
+
+def check_transforms(model: keras.Model, seed: int | None) -> None:
+    """Refuses transforms of gradients with a seed, by which the same noise may be drawn again."""
+    if seed is not None and StepBuilder.of(model).stages.transforms:
         raise ValueError(
             "A seed repeats the noise in each training on the same data. Two trainings with different transforms of "
             "gradients would show, by their difference, gradients without noise. Leave out seed=..., or call undo() on "
             "what transform_gradients returned."
+        )
+
+
+def _check_callback(callback: keras.callbacks.Callback) -> None:
+    """Refuses a callback whose decisions depend on private rows without noise."""
+    if isinstance(callback, keras.callbacks.TerminateOnNaN):
+        raise ValueError(
+            "TerminateOnNaN ends training by the loss of private rows, so where it ends isn't private. Leave it out: "
+            "an example whose gradient isn't finite has no part in the update."
+        )
+    monitored = getattr(callback, "monitor", None)
+    decides = isinstance(callback, (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau))
+    decides = decides or getattr(callback, "save_best_only", False)
+    if decides and isinstance(monitored, str) and not monitored.startswith("val_") and monitored != "epsilon":
+        raise ValueError(
+            f"{type(callback).__name__} goes by {monitored!r}, which is computed from private rows without noise, "
+            "so what it decides isn't private. Write monitor='val_loss', with validation_data of public rows."
         )

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import logging
 import secrets
 import weakref
@@ -15,7 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.state import record_first
 from keras_paragrad.per_example.units import layer_and_sublayers
 from keras_paragrad.privacy.ledger import (
     LEDGERS,
@@ -33,6 +31,9 @@ from keras_paragrad.privacy.ledger import (
 from keras_paragrad.storage.storage import any_divided
 
 _log = logging.getLogger("keras_paragrad")
+# Updates that each run has made in this process; and, with a seed, the state before the update at which an epoch began.
+_UPDATES_MADE: dict[int, int] = {}
+_STATE_BEFORE: dict[tuple[int, int], bytes] = {}
 _LIVE: "weakref.WeakSet[Releases]" = weakref.WeakSet()
 # What the weights depend on that `fit` or a file has changed since they were recorded. This keeps the model alive: when
 # a file is loaded, the ledger comes before the values.
@@ -46,9 +47,8 @@ _VARYING = ("learning_rate", "name")
 class Releases:
     """What a private model releases: a ledger entry for each run, and a key by which its updates sample and add noise.
 
-    A run is an epoch: updates with one key, which is a keyed hash of all that they depend on. So a key belongs to one
-    sequence of updates, and only the same training has the same key. The position is the number of updates that the
-    current run has made.
+    A run is a sequence of updates with one key, which is derived from a secret and the run's salt. The position is the
+    number of updates that the current run has made.
 
     Loading weights overwrites the ledger's variables, perhaps by older ones. Their entries are added to the ledger in
     memory and never replace it. Key and position are in no file, and loading never resets them, so that no noise is
@@ -66,12 +66,14 @@ class Releases:
         self.ledger = Ledger()
         self.seed: int | None = None
         self._secret: tf.Variable | None = None
-        # The current run, the one that weights were last loaded from, and how many this model has begun.
+        self._key: tf.Variable | None = None
+        self._position: tf.Variable | None = None
+        # The current run, and the one that weights were last loaded from.
         self._run: Entry | None = None
-        self._resumable_run: Entry | None = None
-        self._begun = 0
+        self._loaded: Entry | None = None
         # Whether `fit` is running, which changes the weights.
         self._fitting = False
+        self._warned = False
         # Digests of the weights when they were last read, by the `id` of the variable.
         self._digests: dict[int, bytes] = {}
         # What `_write` has last written: the table, the number of updates, and the position at that time.
@@ -80,35 +82,38 @@ class Releases:
         self.entries()
 
     def set_seed(self, seed: int | None) -> None:
-        """Sets the seed. It takes effect when the next epoch begins."""
+        """Derives keys from another secret from the next epoch on."""
         self.sync()
+        if self._run is not None:
+            # With the same seed, the run may continue.
+            self._loaded = self._run.with_updates(self._updates_made)
         self.seed, self._secret, self._run = seed, None, None
-        self._write()
 
     @property
     def secret(self) -> np.ndarray:
         """Four 64-bit words, the same on every worker."""
         if self._secret is None:
-            words = [secrets.randbits(64) for _ in range(4)]
-            if self.seed is not None:
-                words = np.random.SeedSequence(self.seed).generate_state(4, np.uint64)
             # With several workers, TensorFlow broadcasts the chief's value to a new variable.
-            self._secret = self._variable(np.array(words, np.uint64).astype(np.int64))
+            self._secret = self._variable(_secret_words(self.seed))
         return np.asarray(self._secret.numpy())
 
-    @functools.cached_property
+    @property
     def key(self) -> tf.Variable:
         """The current run's key, int64 `(4,)`."""
-        return self._variable(np.zeros(4, np.int64))
+        if self._key is None:
+            self._key = self._variable(np.zeros(4, np.int64))
+        return self._key
 
-    @functools.cached_property
+    @property
     def position(self) -> tf.Variable:
         """Number of updates that the current run has made, an int64 scalar; each update increments it."""
-        return self._variable(np.zeros((), np.int64))
+        if self._position is None:
+            self._position = self._variable(np.zeros((), np.int64))
+        return self._position
 
     @property
     def _updates_made(self) -> int:
-        return 0 if self._run is None else int(self.position.numpy())
+        return 0 if self._position is None else int(self._position.numpy())
 
     def entries(self) -> list[Entry]:
         """All that was released up to now."""
@@ -131,25 +136,32 @@ class Releases:
     def sync(self) -> None:
         """Adds the releases of updates and loaded weights to the ledger, and writes it to the variables."""
         table, updates, updates_made = self._table.numpy(), int(self._updates.numpy()), self._updates_made
+        if (run := self._run) is not None:
+            if updates_made > 0:
+                self.ledger.add([run.with_updates(updates_made)])
+            _UPDATES_MADE[run.run] = max(updates_made, _UPDATES_MADE.get(run.run, 0))
         # Training raises both counts alike, and leaves the table alone. Otherwise, weights were loaded.
         written, written_updates, written_made = self._written
         if updates - written_updates != updates_made - written_made or not np.array_equal(table, written):
             loaded = entries_of(np.asarray(table), updates)
             self.ledger.add(loaded)
-            self._resumable_run = loaded[-1] if loaded else None
+            self._loaded = loaded[-1] if loaded else None
             if not self._fitting:
                 _UNRECORDED[self] = [*_UNRECORDED.get(self, ()), *loaded]
             self._warn_of_unknown("the loaded weights")
         self._write()
 
     def _write(self) -> None:
-        """Writes the ledger to the variables, with the current run last.
+        """Writes the ledger to the variables, with the current run last, or else the run that weights were loaded from.
 
         `entries_of` adds updates that are counted, but not in the table, to the last entry.
         """
-        if self._run is not None:
-            self.ledger.add([self._run.with_updates(self._updates_made)])
-        entries = list(self.ledger)
+        known = {entry.run: entry for entry in self.ledger}
+        last = self._run and self._run.with_updates(self._updates_made)
+        if last is None and self._loaded is not None:
+            last = known.get(self._loaded.run)
+        entries = [entry for entry in known.values() if last is None or entry.run != last.run]
+        entries += [last] if last is not None else []
         table, updates = table_of(entries), sum(entry.updates for entry in entries)
         if not np.array_equal(self._table.numpy(), table):
             self._assign(self._table, table)
@@ -242,44 +254,73 @@ class Releases:
         self._fitting = False
         del _UNRECORDED[self]
 
-    def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes], skipped: int) -> None:
-        """Begins a run of updates with the noise and sampling of an event, or resumes one that was interrupted.
+    def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes]) -> tuple[int, int]:
+        """Continues the current run, or starts one, for updates with the noise and sampling of an event.
 
-        `skipped` is how many batches of the epoch an interrupted training has seen.
+        Returns the number of the run's next update, and how many from there on are in the ledger already, as this model
+        has made the same ones before.
         """
         self.sync()
-        secret, resumable = self.secret, self._resumable_run
+        secret = self.secret
+        # Without a seed, no other model has this secret, so none can repeat updates of its runs.
+        context, state = 0, None
+        if self.seed is not None:
+            context = _keyed_hash(secret, "context", digest_of_data(), _describe_compile(self._model))
+            state = _digest_of_state(self._model)
         iterations = int(keras.ops.convert_to_numpy(self._model.optimizer.iterations))
-        # Without a seed, no other model has this secret, and none of this one's runs is repeated.
-        context = "" if self.seed is None else f"{digest_of_data()}{_describe_compile(self._model)}"
-
-        def key_id_of(salt: int, iterations: int) -> int:
-            return _keyed_hash(secret, "run", salt, event, context, iterations)
-
-        # In the middle of an epoch, what it began with is gone, and the hash alone tells which epoch it is.
-        if (
-            skipped
-            and self.seed is not None
-            and self._run is None
-            and resumable is not None
-            and resumable.key_id == key_id_of(resumable.salt, iterations - resumable.updates)
-        ):
-            self._run = resumable
+        for run in self._candidates(iterations):
+            if self._continues(run, event, context, state):
+                break
         else:
-            self._begun += 1
-            state = self._begun if self.seed is None else _digest_of_state(self._model)
-            salt = _keyed_hash(secret, "salt", state, skipped)
-            self._run = Entry(key_id_of(salt, iterations), salt, event, 0)
-        self._resumable_run = None
-        # Two 64-bit words for the run's samples, and two for its noise.
-        key = hashlib.blake2b(str(self._run.key_id).encode(), key=secret.tobytes(), digest_size=32).digest()
-        self._assign(self.key, np.frombuffer(key, np.int64))
-        self._assign(self.position, np.int64(self._run.updates))
+            run = self._new_run(event, context, iterations, state)
+        self._begin(run)
+        if state is not None:
+            _STATE_BEFORE.setdefault((run.run, run.updates), state)
+        accounted = max((entry.updates for entry in self.ledger if entry.run == run.run), default=0)
+        return run.updates, max(0, accounted - run.updates)
+
+    def _candidates(self, iterations: int) -> Iterator[Entry]:
+        """Runs that may continue: the one that weights and optimizer were loaded from, or the current one."""
+        loaded = self._loaded
+        if loaded is not None and loaded.iterations + loaded.updates == iterations:
+            yield loaded
+        if self._run is not None:
+            yield self._run.with_updates(self._updates_made)
+
+    def _continues(self, run: Entry, event: Event, context: int, state: bytes | None) -> bool:
+        """Whether the next update may belong to a run: its settings and secret are the same, and its key is unused."""
+        if (run.event, run.context) != (event, context) or run.run != _keyed_hash(self.secret, "run", run.salt):
+            return False
+        if self._run is None and state is not None:
+            # An interrupted run to which this model has added no update.
+            return _STATE_BEFORE.get((run.run, run.updates), state) == state
+        return _is_unused(run.run, run.updates, state)
+
+    def _new_run(self, event: Event, context: int, iterations: int, state: bytes | None) -> Entry:
+        """A run whose key is derived from all that training depends on: only the same training has the same key."""
+        released = [tuple(entry) for entry in self.ledger if entry.updates]
+        attempt = 0
+        while True:
+            salt = _keyed_hash(self.secret, "salt", event, context, iterations, released, state, attempt)
+            number = _keyed_hash(self.secret, "run", salt)
+            if _is_unused(number, 0, state):
+                return Entry(number, salt, context, iterations, event, 0)
+            attempt += 1
+
+    def _begin(self, run: Entry) -> None:
+        """Makes a run the current one, with its key and position."""
+        self._loaded = None
+        if self._run is not None and (self._run.run, self._updates_made) == (run.run, run.updates):
+            return
+        self._run = run
+        self._assign(self.key, _derive_key(self.secret, run.salt))
+        self._assign(self.position, np.int64(run.updates))
         self._write()
 
     def _warn_of_unknown(self, weights: str) -> None:
         """Warns once that weights were trained in an unknown way."""
-        if self.ledger.has_unknown and record_first(self, "unknown"):
+        if self.ledger.has_unknown and not self._warned:
+            self._warned = True
             _log.warning(
                 "How %s were trained isn't known, so epsilon is infinite. If you know it, write private.privacy."
                 "replace_unknown((noise_multiplier, sampling_rate, updates), ...), with one of these for each kind of "
@@ -304,6 +345,24 @@ class Releases:
         return contextlib.nullcontext() if inside else strategy.scope()
 
 
+def _is_unused(run: int, update: int, state: bytes | None) -> bool:
+    """Whether this process hasn't made an update of a run, or made it from the same state, which repeats it exactly."""
+    return update >= _UPDATES_MADE.get(run, 0) or (state is not None and _STATE_BEFORE.get((run, update)) == state)
+
+
+def _secret_words(seed: int | None) -> np.ndarray:
+    """Four 64-bit words, from a seed or the operating system's randomness."""
+    if seed is None:
+        return np.array([secrets.randbits(64) for _ in range(4)], np.uint64).astype(np.int64)
+    return np.random.SeedSequence(seed).generate_state(4, np.uint64).astype(np.int64)
+
+
+def _derive_key(secret: np.ndarray, salt: int) -> np.ndarray:
+    """A run's key: two 64-bit words for its samples, and two for its noise."""
+    digest = hashlib.blake2b(str(salt).encode(), key=secret.tobytes(), digest_size=32).digest()
+    return np.frombuffer(digest, np.int64)
+
+
 def _keyed_hash(secret: np.ndarray, *parts: Any) -> int:
     """A 64-bit hash that reveals nothing of the parts without the secret."""
     digest = hashlib.blake2b(key=_stretch(secret.tobytes()), digest_size=8)
@@ -320,27 +379,32 @@ def _stretch(secret: bytes) -> bytes:
 
 
 def _digest_of_state(model: keras.Model) -> bytes:
-    """A digest of what the gradients and the noise of the next update depend on, data and loss aside."""
+    """A digest of what gradients and noise of the next update depend on, data and loss aside; variables have seeds."""
     digest = hashlib.blake2b(digest_size=16)
-    layer = model.per_example
+    layer, optimizer = model.per_example, model.optimizer
     digest.update(repr((layer.clip, layer.expected_batch_size)).encode())
     digest.update(bytes(weight.trainable for weight in layer.layer.weights))
-    # The variables have the seeds of dropout, too.
     norm = 0.0 if layer.state is None else layer.state.norm
-    for value in [*layer.layer.variables, norm, model.optimizer.learning_rate]:
+    for value in [*layer.layer.variables, norm, optimizer.iterations, optimizer.learning_rate]:
         digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(value)).tobytes())
     return digest.digest()
 
 
-def _describe_compile(model: keras.Model) -> list[str]:
-    """The optimizer and the losses as text that is the same in all processes."""
+def _describe_compile(model: keras.Model) -> list[object]:
+    """The optimizer and the losses as plain values, equal in all processes."""
     return [_describe(component) for component in (model.optimizer, *keras.tree.flatten(model.loss))]
 
 
-def _describe(component: Any) -> str:
+def _describe(component: Any) -> list[object]:
     """The name and the config of an optimizer or a loss, which may also be a function or a name."""
     config = component.get_config() if hasattr(component, "get_config") else {}
     is_name = isinstance(component, str | None)
     name = str(component) if is_name else getattr(component, "__name__", type(component).__name__)
-    identifying = {key: value for key, value in config.items() if key not in _VARYING}
-    return name + json.dumps(identifying, sort_keys=True, default=lambda value: type(value).__name__)
+    return [name, _plain({name: value for name, value in config.items() if name not in _VARYING})]
+
+
+def _plain(value: object) -> object:
+    """A value of a config as plain values: dictionaries as sorted pairs, objects as the names of their classes."""
+    if isinstance(value, dict):
+        return [(str(name), _plain(item)) for name, item in sorted(value.items(), key=lambda item: str(item[0]))]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__

@@ -1,7 +1,7 @@
 """Poisson sampling: every update draws each example with the same probability, independently."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import keras
@@ -72,7 +72,7 @@ NestTargets = Callable[[Structure], Structure]
 def private_batches(
     examples: Examples,
     sampling: PoissonSampling,
-    updates: Callable[[], Sequence[int]],
+    updates: Callable[[], np.ndarray],
     nest: NestTargets = lambda targets: targets,
 ) -> Dataset:
     """The padded batches `(x, y, sample_weight)` of updates, whose numbers are asked for when an epoch begins."""

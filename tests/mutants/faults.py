@@ -1017,7 +1017,7 @@ _PRIVACY = [
         "privacy/private_model.py",
         "                self._releases.position,\n",
         "                self.optimizer.iterations.value,\n",
-        "privacy/test_update.py::test_equals_updates_by_hand",
+        "privacy/test_noise.py::test_a_new_optimizer_does_not_repeat_noise",
     ),
     _fault(
         "each replica takes noise of its own from the system",
@@ -1153,10 +1153,10 @@ _PRIVACY = [
         "privacy/test_budget.py",
     ),
     _fault(
-        "an epoch that is resumed in its middle has another key",
-        "privacy/releases.py",
-        "and resumable.key_id == key_id_of(resumable.salt, iterations - resumable.updates)",
-        "and not resumable",
+        "a resumed epoch draws the batches that it skips for those that it trains on",
+        "privacy/budget.py",
+        "self._next - self._skipped()",
+        "self._next",
         "privacy/test_saving.py::test_resumed_from_our_backup_equals_undisturbed",
     ),
     _fault(
@@ -1211,15 +1211,15 @@ _PRIVACY = [
     _fault(
         "one seed gives one key, whatever is trained",
         "privacy/releases.py",
-        '"salt", state, skipped',
-        '"salt", skipped',
+        '"salt", event, context, iterations, released, state, attempt',
+        '"salt", attempt',
         "privacy/test_ledger.py::test_another_training_has_another_key",
     ),
     _fault(
         "updates that the ledger lacks count as those of now",
         "privacy/ledger.py",
-        "if len(intact) < len(rows) or (further > 0 and not entries):",
-        "if len(intact) < len(rows):",
+        "if damaged or (further > 0 and not entries):",
+        "if damaged:",
         "privacy/test_ledger.py::test_updates_of_which_nothing_is_known",
     ),
     _fault(

@@ -325,15 +325,18 @@ def test_what_loaded_weights_have_released_is_of_the_budget(first):
         fit(build(target_epsilon=3.0, epochs=4), 3, callbacks=[Restore(private.get_weights(), 1)])
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_a_key_gives_noise_to_one_update_alone(seed):
-    private = build(loss=Nothing(), seed=seed)
+def test_a_key_gives_noise_to_one_update_alone():
+    private = build(loss=Nothing(), seed=3)
     begun = private.get_weights()
     draws = [moved(private)]
     later = private.get_weights()
     for weights in (begun, later, begun):
         private.set_weights(weights)
         draws.append(moved(private))
+    compile_again(private, Nothing())
+    private.set_weights(begun)
+    draws.append(moved(private))
+    draws.append(moved(private, callbacks=[Restore(begun, 0)]))
     # Within an epoch.
     steps = []
     rewind = keras.callbacks.LambdaCallback(
@@ -341,18 +344,10 @@ def test_a_key_gives_noise_to_one_update_alone(seed):
     )
     fit(private, callbacks=[rewind])
     draws += [np.resize(step - begun[-1], len(draws[0])) for step in steps]
-    compile_again(private, Nothing())
-    private.set_weights(begun)
-    again = moved(private)
-    if seed is None:
-        draws.append(again)
-    else:
-        # This is the first training once more, update for update, and shows nothing more.
-        np.testing.assert_array_equal(again, draws[0])
     for place, one in enumerate(draws):
         for other in draws[:place]:
             assert np.mean(one == other) < 0.2
-    spent(private, (0.5, RATE, 12 if seed is None else 10))
+    spent(private, (0.5, RATE, 14))
 
 
 def test_another_training_has_another_key():
@@ -367,6 +362,7 @@ def test_another_training_has_another_key():
         "loss": lambda: build(loss=Nothing(reduction="sum"), seed=seed),
         "weights": lambda: build(loss=Nothing(), seed=seed, model=perceptron(seed=1)),
         "clip norm": lambda: build(loss=Nothing(), seed=seed, clip_norm=2.0),
+        "clips of layers": lambda: build(loss=Nothing(), seed=seed, clip_norm={"hidden": 0.8, ".*": 0.6}),
     }
     draws = {name: moved(make()) for name, make in others.items()}
     draws["data"] = moved(build(loss=Nothing(), seed=seed), seed=1)
@@ -508,14 +504,15 @@ def test_as_an_event_of_dp_accounting(first):
 
 def test_a_file_has_room_for_any_number_of_runs():
     events = [Event(noise, 0.1) for noise in (1.0, 2.0)] + [Event(3.0 + place, 0.2) for place in range(20)]
-    entries = [Entry(2 + place, 1, events[place % len(events)], place + 1) for place in range(3 * ROWS)]
+    entries = [Entry(2 + place, 1, 2, 3, events[place % len(events)], place + 1) for place in range(3 * ROWS)]
     read = entries_of(table_of(entries), sum(entry.updates for entry in entries) + 5)
-    assert len(read) == len(events) + 1
+    assert len(read) == ROWS
     assert read[-1] == entries[-1].with_updates(entries[-1].updates + 5)
-    for event in events:
-        made = [sum(entry.updates for entry in each[:-1] if entry.event == event) for each in (entries, read)]
-        assert made[0] == made[1]
-    assert set(Ledger([*entries, *read[:-1]])) == set(entries)
+    assert sum(entry.updates for entry in read[:-1]) == sum(entry.updates for entry in entries[:-1])
+    costs = [
+        composed_epsilon([Updates(*entry.event[:2], entry.updates) for entry in each], 1e-5) for each in (entries, read)
+    ]
+    assert costs[0] <= costs[1] < 1.2 * costs[0]
 
 
 def test_a_compiled_model_is_to_be_compiled_again():

@@ -92,6 +92,22 @@ def test_a_seed_repeats_noise_and_nothing_else_does():
     assert np.all(one != two)
 
 
+def test_a_new_optimizer_does_not_repeat_noise():
+    """Its own count begins at 0 again; twice the same noise could be subtracted."""
+    model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(WIDTH)])
+    private = make_private(
+        model, clip_norm=CLIP, noise_multiplier=MULTIPLIER, expected_batch_size=SIZE, delta=1e-3, seed=0
+    )
+    moved = []
+    for _ in range(2):
+        private.compile(keras.optimizers.SGD(1.0), "mse", run_eagerly=True)
+        before = model.get_weights()[1]
+        private.fit(np.zeros((SIZE, 10)), np.zeros((SIZE, WIDTH)), sample_weight=np.zeros(SIZE), verbose=0)
+        moved.append(model.get_weights()[1] - before)
+    assert private.privacy.updates == 2
+    assert np.all(moved[0] != moved[1])
+
+
 def test_normals_of_the_system():
     draws = system_normals((999, 7))
     assert draws.shape == (999, 7)
