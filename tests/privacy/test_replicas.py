@@ -90,7 +90,6 @@ def workers():
     return own_process.on_workers(private_worker.work, ["seeded", "unseeded"], seconds=150)
 
 
-@pytest.mark.long
 def test_workers_take_the_updates_of_one_device(workers):
     expected = private_worker.trained(DistributedFit("none"), 4, run_eagerly=True)
     largest = max(np.abs(each).max() for each in expected["weights"])
