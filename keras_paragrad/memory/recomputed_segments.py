@@ -165,7 +165,7 @@ def cut_every(model: keras.Model, every: int) -> Cut:
 
 
 def cut_for_least_memory(model: keras.Model, *, where_it_pays: bool = True) -> Cut:
-    """The segments that `"auto"` recomputes, or `"all"` if not only where it pays; see `recompute`."""
+    """The segments that `"auto"` recomputes, or `"all"` if `where_it_pays` is false; see `recompute`."""
     functional, parts = _parts(model)
     try:
         costs = measure_parts(model, functional, parts)

@@ -218,7 +218,7 @@ class FirstBatchProof:
         return None
 
     def again(self) -> bool:
-        """Asks again, before an epoch's first update. Returns whether the step has to be traced anew."""
+        """Repeats questions or trials before an epoch's first update. Returns whether to trace the step anew."""
         if self._trials:
             before, self._divisions.entered = self._divisions.entered, self._trials.find()
             return self._divisions.entered != before
