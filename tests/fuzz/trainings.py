@@ -224,15 +224,15 @@ class Training:
     def _transforming(self, kind: type) -> type:
         """A class of optimizer that transforms whole gradients."""
 
-        def apply(optimizer: Any, gradients: Any, variables: Any = None) -> Any:
+        def apply(optimizer: Any, gradients: Any, trainable_variables: Any = None) -> Any:
             scale = optimizer.loss_scale_factor or 1.0
             dense = [tf.convert_to_tensor(gradient) / scale for gradient in gradients]
             if self.case["transform"] == "scaled":
-                dense = _Halved()(dense, variables)
+                dense = _Halved()(dense, trainable_variables)
             else:
-                state = self._state if self._state is not None else _Momentum().init(variables)
-                dense, self._state = _Momentum().update(dense, state, variables)
-            return super(made, optimizer).apply([gradient * scale for gradient in dense], variables)
+                state = self._state if self._state is not None else _Momentum().init(trainable_variables)
+                dense, self._state = _Momentum().update(dense, state, trainable_variables)
+            return super(made, optimizer).apply([gradient * scale for gradient in dense], trainable_variables)
 
         made = type(kind.__name__, (kind,), {"apply": apply})
         return made
