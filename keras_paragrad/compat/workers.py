@@ -110,8 +110,13 @@ def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) 
 
 
 def local_replica_values(value: TensorVariable | tf.Tensor) -> Sequence[TensorVariable | tf.Tensor]:
-    """The values of a variable or tensor on this process's replicas; `(value,)` without a strategy."""
-    return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
+    """The values of a variable or tensor on this process's replicas; `None` for an optional without a value."""
+    values = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
+    return [_value_if_any(each) if isinstance(each, tf.experimental.Optional) else each for each in values]
+
+
+def _value_if_any(optional: Any) -> Any:
+    return optional.get_value() if optional.has_value() else None
 
 
 # Workers leave a collective within one message latency of each other.

@@ -477,3 +477,30 @@ def test_an_error_of_the_models_own_is_not_explained_by_parts():
     model = model_of(Fails)
     with microbatch(model, 3), pytest.raises(ValueError, match="Dimensions must be equal"):
         trained(model)
+
+
+class AddedIfGiven(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x, other=None):
+        return self.dense(x if other is None else x + other)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_an_optional_input_of_a_generator(given):
+    """TensorFlow passes it as an optional, which may have no value."""
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
+
+    def trained(prepare):
+        keras.utils.set_random_seed(0)
+        inputs = {"x": keras.Input((3,), name="x"), "other": keras.Input((3,), name="other", optional=True)}
+        model = keras.Model(inputs, AddedIfGiven()(*inputs.values()))
+        model.compile("sgd", "mse")
+        prepare(model)
+        model.fit((({"x": x, "other": x if given else None}, x[:, :2]) for _ in range(3)), shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for found, expected in zip(trained(lambda model: microbatch(model, 4)), trained(lambda model: None), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)

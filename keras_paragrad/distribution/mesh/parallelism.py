@@ -29,7 +29,7 @@ from keras_paragrad.distribution.options import Decision, Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
-from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
+from keras_paragrad.engine.mesh.mesh_tracing import install_distribute_tensor, tracing_for_mesh
 from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, gradient_error, take_off_mesh, variables_on_mesh
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.plain_text import bytes_in_words, counted
@@ -53,7 +53,7 @@ class MeshPreparation(Preparation):
         self._axes = axes_of_variables(model, mesh)
         self._kept_sharded = variables_kept_sharded(model, self._axes)
         devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
-        tracing = functools.partial(tracing_for_mesh, model, OutputLayouts(mesh.distribution))
+        tracing = functools.partial(tracing_for_mesh, model, mesh.distribution)
         self._on_mesh = ModelOnMesh(model, devices, mesh.batch_axis, self._place, tracing, self._check_first)
         # The compile configuration and trainable variables when a first batch's gradient was compared with one device.
         self._compared: Any = None

@@ -25,32 +25,16 @@ from keras_paragrad.compat.types import Array, Structure
 from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
 
-class OutputLayouts:
-    """Wraps a Keras distribution. `requested` collects the paths of outputs whose layouts Keras has looked up."""
-
-    def __init__(self, distribution: keras.distribution.ModelParallel):
-        self._distribution = distribution
-        self.requested: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._distribution, name)
-
-    def get_tensor_layout(self, path: str) -> Layout | None:
-        """The layout of an output, or `None`."""
-        self.requested.add(path)
-        return self._distribution.get_tensor_layout(path)
-
-
 def layout_keys(distribution: keras.distribution.ModelParallel) -> list[str]:
     """The keys of a distribution's layout map, if it has one."""
     return list(getattr(distribution, "_layout_map", ()))
 
 
 @contextlib.contextmanager
-def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[None]:
+def tracing_for_mesh(model: keras.Model, distribution: keras.distribution.ModelParallel) -> Generator[None]:
     """Context in which a step for a mesh is traced. Refuses operations that DTensor can't run, and names the layer."""
     with (
-        _distribution_set(outputs),
+        _distribution_set(distribution),
         _with_own_attributes(model),
         pinning_between_layers(model),
         _PATCH.open(True),

@@ -138,8 +138,8 @@ def as_stated(difference: str, loss_divisor: LossDivisor) -> str:
 
 def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, int]:
     """The number of rows of a part, and of parts in an update. A part is a slice, or else a replica's share."""
-    leaf = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
-    size = max(int(rows_of(value)) for value in local_replica_values(leaf))
+    leaves = map(local_replica_values, keras.tree.flatten(batch))
+    size = max(int(rows_of(value)) for value in next(values for values in leaves if values[0] is not None))
     parts = model.distribute_strategy.num_replicas_in_sync
     if stages.split:
         rows = stages.split.part_rows(size)
