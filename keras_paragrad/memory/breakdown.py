@@ -159,8 +159,8 @@ def _gathered_bytes(model: keras.Model, step: TracedStep, weight_sharding: Shard
     most = 0
     for layer in (model, *all_layers(model)):
         inner = {id(variable) for child in children(layer) for variable in child.trainable_variables}
-        own = [weight for weight in layer.trainable_variables if id(weight) not in inner | tables]
+        weights = [weight for weight in layer.trainable_variables if id(weight) not in inner | tables]
         # Gathered in the dtype that the layer computes in.
-        entries = sum(math.prod(weight.shape) for weight in own if weight_sharding.divides(weight))
+        entries = sum(math.prod(weight.shape) for weight in weights if weight_sharding.divides(weight))
         most = max(most, entries * tf.as_dtype(layer.compute_dtype).size)
     return most

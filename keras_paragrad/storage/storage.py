@@ -187,10 +187,10 @@ def reduce_overwritten(gradients: Gradients, variables: Sequence[keras.Variable]
     """Replaces the gradients of `is_overwritten` variables by their maximum over the replicas, as Keras does."""
     results = list(gradients)
     pairs = enumerate(zip(gradients, variables, strict=True))
-    own = {index: pair for index, (pair, variable) in pairs if pair is not None and is_overwritten(variable)}
-    if own and replica_count() > 1:
-        largest = largest_over_replicas([tf.convert_to_tensor(value) for value in own.values()])
-        for index, value in zip(own, largest, strict=True):
+    overwritten = {index: pair for index, (pair, variable) in pairs if pair is not None and is_overwritten(variable)}
+    if overwritten and replica_count() > 1:
+        largest = largest_over_replicas([tf.convert_to_tensor(value) for value in overwritten.values()])
+        for index, value in zip(overwritten, largest, strict=True):
             results[index] = storage_of(variables[index]).scatter(value)
     return results
 
@@ -214,12 +214,12 @@ def reduce_replicated_gradients(
     """Sums the gradients of replicated variables, and other tensors, and leaves other gradients as they are."""
     owners, tensors = [*variables, *(None for _ in others)], [*gradients, *others]
     storages = [Storage(None) if owner is None else storage_of(owner) for owner in owners]
-    own = {
+    replicated = {
         index: tensor
         for index, tensor in enumerate(tensors)
         if not (storages[index].divided or is_overwritten(owners[index]))
     }
-    sums = _replace_by_sums(tensors, own, storages)
+    sums = _replace_by_sums(tensors, replicated, storages)
     return sums[: len(gradients)], sums[len(gradients) :]
 
 

@@ -53,8 +53,8 @@ class EmbeddingRule(Rule):
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[Any]:
         indices, cotangents = concatenate_lookups(calls)
-        kept = Factors((indices, cotangents), _TableLayout(calls[0].layer.input_dim))
-        return [kept.materialized() if (indices.shape[1] or 0) > calls[0].layer.input_dim else kept]
+        factors = Factors((indices, cotangents), _TableLayout(calls[0].layer.input_dim))
+        return [factors.materialized() if (indices.shape[1] or 0) > calls[0].layer.input_dim else factors]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         indices, cotangents = concatenate_lookups(calls)

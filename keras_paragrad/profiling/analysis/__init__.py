@@ -93,7 +93,7 @@ def _memory_use(file: Path, steps: Sequence[StepTime], origin: float) -> tuple[M
     TensorFlow's allocators for GPUs, and for the large tensors of CPUs with oneDNN, record what they hold.
     """
     profile = xprof_tool(file, "memory_profile") if steps else None
-    found = []
+    uses = []
     for name, memory in (profile or {}).get("memoryProfilePerAllocator", {}).items():
         snapshots = memory.get("sampledTimelineSnapshots", [])
         # In milliseconds after the first step's start.
@@ -105,5 +105,5 @@ def _memory_use(file: Path, steps: Sequence[StepTime], origin: float) -> tuple[M
         inside = (fractions >= 0) & (fractions < 1)
         if inside.any():
             batches = np.round(numbers[indices] + fractions, 4)
-            found.append(MemoryUse(name, tuple(batches[inside].tolist()), tuple(held[inside].tolist())))
-    return tuple(found)
+            uses.append(MemoryUse(name, tuple(batches[inside].tolist()), tuple(held[inside].tolist())))
+    return tuple(uses)

@@ -164,11 +164,11 @@ def layer_times(operations: Sequence[Operation], layers: Collection[str], optimi
         key = (layer, True) if layer else (_part_without_layer(operation, scopes, optimizers), False)
         times[key][_pass_of(scopes) if layer or key[0] == LOSS else "other"] += operation.milliseconds
     kinds: Mapping[str, str] = layers if isinstance(layers, Mapping) else {}
-    found = []
+    by_layer = []
     for (name, is_layer), passes in times.items():
-        found.append(LayerTime(name, is_layer=is_layer, kind=kinds.get(name, "") if is_layer else "", **passes))
-    found.sort(key=lambda layer: -layer.total)
-    return tuple(found) if any(layer.is_layer for layer in found) else ()
+        by_layer.append(LayerTime(name, is_layer=is_layer, kind=kinds.get(name, "") if is_layer else "", **passes))
+    by_layer.sort(key=lambda layer: -layer.total)
+    return tuple(by_layer) if any(layer.is_layer for layer in by_layer) else ()
 
 
 def kind_times(operations: Sequence[Operation]) -> tuple[KindTime, ...]:
@@ -179,8 +179,8 @@ def kind_times(operations: Sequence[Operation]) -> tuple[KindTime, ...]:
         of_kind[0] += operation.milliseconds
         of_kind[1] += operation.times
     total = sum(time for time, _ in times.values()) or 1.0
-    found = [KindTime(kind, int(count), time, time / total) for kind, (time, count) in times.items()]
-    return tuple(sorted(found, key=lambda kind: -kind.milliseconds))
+    kinds = [KindTime(kind, int(count), time, time / total) for kind, (time, count) in times.items()]
+    return tuple(sorted(kinds, key=lambda kind: -kind.milliseconds))
 
 
 def _pass_of(scopes: Sequence[str]) -> str:
