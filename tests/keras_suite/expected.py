@@ -64,10 +64,7 @@ REASONS = (
         "Spec' object has no attribute",
         ("guides/data.md", "It takes sparse tensors in row-major order only, and no `None`"),
         {
-            "two replicas": (
-                "test_functional_optional_inputs_generator_optional_none",
-                "test_functional_optional_inputs_optional_none",
-            )
+            "two replicas": ("test_functional_optional_inputs_generator_optional_none",),
         },
     ),
     Reason(
